@@ -154,7 +154,7 @@ class GroupGather:
         See ``federation.rounds.gather.Gather``.
         """
         with losing_the_round(record):
-            sums, byzantine = self._sums(state, record, TaskKind.TRAIN)
+            sums, byzantine = self._sums(state, record)
         for group in self._groups:
             found = sums.get(group)
             group.opened = (
@@ -195,14 +195,12 @@ class GroupGather:
         """Have all sites evaluate; only the groups' sums of results are opened."""
         try:
             with losing_the_round(record):
-                sums, _ = self._sums(state, record, TaskKind.EVALUATE)
+                sums, _ = self._sums(state, record)
         except QuorumNotMet:
             return  # The record tells who failed, and that there are no metrics.
         record.sums.secret_evaluation = _pooled(train.EVALUATION, sums)
 
-    def _sums(
-        self, state: RunState, record: RoundRecord, kind: TaskKind
-    ) -> tuple[_Sums, int]:
+    def _sums(self, state: RunState, record: RoundRecord) -> tuple[_Sums, int]:
         """Open the sums of a round.
 
         Returns:
@@ -215,8 +213,8 @@ class GroupGather:
         """
         record.change_members(record.members.leave_out(state.suspicions.faults))
         record.leave_out(state.suspicions.faults)
-        rounds = self._exchange_updates(state, record, kind)
-        evaluation = kind is TaskKind.EVALUATE or evaluates(self.job, state)
+        rounds = self._exchange_updates(state, record)
+        evaluation = record.kind is TaskKind.EVALUATE or evaluates(self.job, state)
         sums: dict[_OpenGroup, OpenedSum] = {}
         bad = self.job.aggregation.byzantine_sites
         for group in self._groups:
@@ -258,12 +256,12 @@ class GroupGather:
         return max(len(self._groups) // 2 + 1, 2 * bad + (3 if is_krum else 1))
 
     def _exchange_updates(
-        self, state: RunState, record: RoundRecord, kind: TaskKind
+        self, state: RunState, record: RoundRecord
     ) -> Mapping[_OpenGroup, MaskedRound]:
         """R1: send the model to all groups that have keys, and fold the answers."""
         setups = self._set_up(record, state.suspicions)
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
-        bodies, tasks = self._tasks(state, record, kind, setups, model)
+        bodies, tasks = self._tasks(state, record, setups, model)
         first = {task.site: task for task in tasks}
         rounds: dict[_OpenGroup, MaskedRound] = {}
         for group, setup in setups:
@@ -276,7 +274,7 @@ class GroupGather:
                 ),
             )
             total = None
-            if kind is TaskKind.TRAIN:
+            if record.kind is TaskKind.TRAIN:
                 ring = group.contract.ring()
                 total = MaskedSum(self.layout.size, ring, allocate=self.allocate)
             rounds[group] = MaskedRound(setup, facts, total=total)
@@ -295,7 +293,6 @@ class GroupGather:
         self,
         state: RunState,
         record: RoundRecord,
-        kind: TaskKind,
         setups: Sequence[tuple[_OpenGroup, SetupRecord]],
         model: bytes,
     ) -> tuple[Mapping[SiteId, train.TrainBody], list[RoundTask]]:
@@ -309,7 +306,7 @@ class GroupGather:
         for group, setup in setups:
             opened = group.opened or before_rounds(setup.setup_hash)
             certificate = certify(opened, model, self.identity)
-            states.update(self._states.name(record, group.sites, kind))
+            states.update(self._states.name(record, group.sites))
             for site in group.sites:
                 bodies[site] = train.TrainBody(
                     setup_hash=setup.setup_hash,
@@ -321,9 +318,6 @@ class GroupGather:
             state,
             record,
             job=self.job,
-            run_id=self.contract.run_id,
-            layout=self.layout,
-            kind=kind,
             states=states,
             secure=lambda site: (
                 train.write_train(bodies[site]) if site in bodies else b""

@@ -50,14 +50,13 @@ class KeptStates:
         self._left_out: set[SiteId] = set()
 
     def name(
-        self, record: RoundRecord, sites: Sequence[SiteId], kind: TaskKind
+        self, record: RoundRecord, sites: Sequence[SiteId]
     ) -> Mapping[SiteId, StateName]:
         """Name the state that the sites of one sum begin with.
 
         Args:
             record: The round; it warns if that is not the newest state.
             sites: The sites of the sum that are asked.
-            kind: What they are asked for.
 
         Returns:
             The name for each site; empty if they begin with none.
@@ -68,7 +67,7 @@ class KeptStates:
         """
         for site in sites:
             self._named.pop(site, None)
-        if not self._keeps[kind]:
+        if not self._keeps[record.kind]:
             return {}
         known = record.states
         newest = _newest(name for site in sites for name in known.get(site, ()))

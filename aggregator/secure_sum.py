@@ -29,7 +29,7 @@ from aggregator.secure_exchange import (
 from aggregator.secure_setup import RunSetup
 from aggregator.sum_forms import LevelSums, RingSums
 from federation.errors import QuorumNotMet
-from federation.ids import RunId, SiteId
+from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.members import Members
 from federation.messages import (
@@ -84,12 +84,11 @@ class SecureGather:
 
     def __post_init__(self) -> None:
         """Send nothing yet."""
-        self._run_id: RunId = self.contract.run_id
         self._run_setup = RunSetup(self.contract)
         self._exchange = SecureExchange(
-            run_id=self._run_id,
+            run_id=self.contract.run_id,
             grid=self.grid,
-            deadline_seconds=self._deadline_seconds,
+            deadline_seconds=self.job.schedule.round_deadline_seconds,
             run_setup_of=lambda _: self._run_setup,
         )
         self._states = KeptStates(self.job, self.layout)
@@ -113,7 +112,7 @@ class SecureGather:
         See ``federation.rounds.gather.Gather``.
         """
         with losing_the_round(record):
-            one = self._sum(state, record, TaskKind.TRAIN)
+            one = self._sum(state, record)
         self._opened = one.opened
         summed = [self.contract.member(i).site for i in one.opened.survivors]
         self._states.keep(record, summed, one.opened.context)
@@ -139,12 +138,12 @@ class SecureGather:
         """Have all sites evaluate; only the sums of their results are opened."""
         try:
             with losing_the_round(record):
-                one = self._sum(state, record, TaskKind.EVALUATE)
+                one = self._sum(state, record)
         except QuorumNotMet:
             return  # The record tells who failed, and that there are no metrics.
         record.sums.secret_evaluation = train.read_sums(train.EVALUATION, one.totals)
 
-    def _sum(self, state: RunState, record: RoundRecord, kind: TaskKind) -> OpenedSum:
+    def _sum(self, state: RunState, record: RoundRecord) -> OpenedSum:
         """Sum the headers, and updates if the sites train.
 
         Raises:
@@ -156,11 +155,9 @@ class SecureGather:
         record.change_members(record.members.leave_out(blame.left_out()))
         setup = self._set_up(record, record.members.away())
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
-        trains, clip = kind is TaskKind.TRAIN, self._clip(state)
+        trains, clip = record.kind is TaskKind.TRAIN, self._clip(state)
         plan, total = self._sums.begin(record) if trains else (None, None)
-        body, tasks = self._tasks(
-            state, record, kind, setup=setup, model=model, plan=plan
-        )
+        body, tasks = self._tasks(state, record, setup=setup, model=model, plan=plan)
         facts = RoundFacts(
             round_index=record.round_index,
             cohort=setup.cohort,
@@ -240,7 +237,6 @@ class SecureGather:
         self,
         state: RunState,
         record: RoundRecord,
-        kind: TaskKind,
         *,
         setup: SetupRecord,
         model: bytes,
@@ -266,11 +262,8 @@ class SecureGather:
             state,
             record,
             job=self.job,
-            run_id=self._run_id,
-            layout=self.layout,
-            kind=kind,
             held=held,
-            states=self._states.name(record, asked, kind),
+            states=self._states.name(record, asked),
             secure=lambda site: train.write_train(
                 replace(
                     body,
@@ -319,7 +312,3 @@ class SecureGather:
             current.reveal,
             lambda _, data: current.on_shares(data),
         )
-
-    @property
-    def _deadline_seconds(self) -> float:
-        return self.job.schedule.round_deadline_seconds

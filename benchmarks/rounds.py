@@ -158,8 +158,6 @@ def _parts(
         layout=layout,
         gather=PlainGather(
             job,
-            run_id=run_id,
-            layout=layout,
             grid=grid,
             weight_of=weight_of("examples"),
             combine=weighted_mean,

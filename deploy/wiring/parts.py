@@ -23,7 +23,7 @@ from deploy.wiring.job_data import load_data
 from deploy.wiring.store_meters import StoreMeters, User, Watch
 from federation.errors import JobError
 from federation.events import DataDistributed, SiteShare
-from federation.ids import RunId, SiteId
+from federation.ids import SiteId
 from federation.job.metrics import TRAINER
 from federation.job.spec import DataSpec, JobSpec
 from federation.protocols import CombineRule, Grid
@@ -170,7 +170,6 @@ def rule_of(job: JobSpec) -> CombineRule:
 
 def plain_gather(
     federation: Federation,
-    run_id: RunId,
     grid: Grid,
     *,
     introduced: Mapping[SiteId, SignedCounts] | None = None,
@@ -179,7 +178,6 @@ def plain_gather(
 
     Args:
         federation: Job and model.
-        run_id: ID of the run; answers of other runs are rejected.
         grid: The way to the sites.
         introduced: What sites have signed of their data, and are held to; none in a
             simulation.
@@ -188,8 +186,6 @@ def plain_gather(
     examples = {name: each.examples for name, each in said.items()}
     return PlainGather(
         job,
-        run_id=run_id,
-        layout=federation.pool.layout,
         grid=grid,
         weight_of=weight_of(job.aggregation.weights, introduced=examples),
         combine=rule_of(job),

@@ -280,7 +280,7 @@ class Run:
                 grid = RetryingGrid(grid, needed=needed, clock=self.clock)
             if secret is None:
                 gather = wiring.plain_gather(
-                    self.federation, self.run_id, grid, introduced=introduced
+                    self.federation, grid, introduced=introduced
                 )
             else:
                 gather = _secure_gather(self.federation, grid, secret, self.allocate)

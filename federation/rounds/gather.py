@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from federation.errors import InvalidUpdate, QuorumNotMet
-from federation.ids import RunId, SiteId
+from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.members import Members
 from federation.messages import (
@@ -35,7 +35,7 @@ from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
 from federation.rounds.failures import failure
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Dispatcher, Schedule, ScheduleView
-from federation.vectors import Layout, Vector, Words
+from federation.vectors import Vector, Words
 
 
 def exchange(
@@ -186,7 +186,6 @@ class PlainGather:
     """Every update is seen, checked and folded in on arrival.
 
     Attributes:
-        layout: Layout of the model.
         grid: The way to the sites.
         weight_of: How much an update counts.
         combine: Combines the updates.
@@ -199,8 +198,6 @@ class PlainGather:
 
     job: JobSpec
     _: KW_ONLY
-    run_id: RunId
-    layout: Layout
     grid: Grid
     weight_of: Callable[[SiteUpdate], float]
     combine: CombineRule
@@ -236,10 +233,9 @@ class PlainGather:
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Evaluate; see ``Gather``."""
         self._dispatcher.withdraw()
-        tasks = self._tasks(state, record, record.cohort, TaskKind.EVALUATE)
         replies = exchange(
             self.grid,
-            tasks,
+            round_tasks(state, record, job=self.job, held=self._held),
             deadline_seconds=self.job.schedule.round_deadline_seconds,
         )
         record.collect_evaluations(self._faultless(replies, record))
@@ -262,24 +258,6 @@ class PlainGather:
                 yield reply
             del message, reply  # One update at a time: the next is about to land.
 
-    def _tasks(
-        self,
-        state: RunState,
-        record: RoundRecord,
-        sites: Sequence[SiteId],
-        kind: TaskKind,
-    ) -> list[RoundTask]:
-        return round_tasks(
-            state,
-            record,
-            sites=sites,
-            job=self.job,
-            run_id=self.run_id,
-            layout=self.layout,
-            kind=kind,
-            held=self._held,
-        )
-
     def _sound_updates(
         self, state: RunState, record: RoundRecord
     ) -> Iterator[WeightedUpdate]:
@@ -298,7 +276,9 @@ class PlainGather:
                 cohort=record.cohort,
                 open=self._dispatcher.open,
             ),
-            write=lambda sites: self._tasks(state, record, sites, TaskKind.TRAIN),
+            write=lambda sites: round_tasks(
+                state, record, job=job, sites=sites, held=self._held
+            ),
             num_counted=lambda: verdicts.num_answered,
             now=record.clock.monotonic,
         )
@@ -342,7 +322,7 @@ class PlainGather:
         """Hand an update to the rule; its site is ``refused`` if it is not finite."""
         words, site = update.delta_d, update.site
         codec = record.verdicts.codec_of(site)
-        values = codec.values(words, size=self.layout.size, seed=update.round_index)
+        values = codec.values(words, size=record.layout.size, seed=update.round_index)
         return WeightedUpdate(
             site=site,
             delta_d=values,
@@ -370,9 +350,6 @@ def round_tasks(
     record: RoundRecord,
     *,
     job: JobSpec,
-    run_id: RunId,
-    layout: Layout,
-    kind: TaskKind,
     sites: Sequence[SiteId] | None = None,
     secure: Callable[[SiteId], bytes] = lambda _site: b"",
     held: Mapping[SiteId, int] = MappingProxyType({}),
@@ -385,8 +362,7 @@ def round_tasks(
     """
     integers_m = state.integers_m.view()
     integers_m.flags.writeable = False
-    change = state.change
-    steps = record.steps if kind is TaskKind.TRAIN else None
+    change, steps, trains = state.change, record.steps, record.kind is TaskKind.TRAIN
 
     def model(site: SiteId) -> tuple[Words, str]:
         if change is None or not has_before(state, held, site):
@@ -404,11 +380,11 @@ def round_tasks(
 
     return [
         RoundTask(
-            run_id=run_id,
+            run_id=record.run_id,
             round_index=record.round_index,
             site=site,
-            kind=kind,
-            layout_digest=layout.digest,
+            kind=record.kind,
+            layout_digest=record.layout.digest,
             weights_d=sent[0],
             changed_to=sent[1],
             integers_m=integers_m,
@@ -417,7 +393,7 @@ def round_tasks(
             secure=secure(site),
             anchor=state.anchors.get(site, NO_ANCHOR),
             based_on=state.round_index,
-            counted=state.counted.get(site, 0) if kind is TaskKind.TRAIN else 0,
+            counted=state.counted.get(site, 0) if trains else 0,
             num_steps=len(steps) if steps else 0,
             first_step=steps.start if steps else 0,
             state_round=begins.round_index,

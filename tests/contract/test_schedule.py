@@ -184,8 +184,6 @@ def run_of(schedule: Schedule, rounds: int, seen: list[tuple[SiteId, float]]):
     parts = run.parts(grid)
     gather = PlainGather(
         run.job,
-        run_id=toy.RUN,
-        layout=toy.LAYOUT,
         grid=grid,
         weight_of=weigh,
         combine=toy.combine_rule(run.job.aggregation),

@@ -250,7 +250,7 @@ class Toy:
             "combine": combine_rule(aggregation),
         }
         chosen = {name: changes.pop(name, it) for name, it in in_the_clear.items()}
-        gather = PlainGather(self.job, run_id=RUN, layout=LAYOUT, grid=grid, **chosen)
+        gather = PlainGather(self.job, grid=grid, **chosen)
         return ServerParts(**(usual | {"gather": gather} | changes))
 
     def run(self, **changes: Any) -> RunState:
