@@ -128,10 +128,6 @@ class GroupGather:
             run_setup_of=self._run_setup_of,
         )
 
-    def sites(self) -> Sequence[SiteId]:
-        """Every site of the run, in the order of the job."""
-        return self.grid.sites()
-
     def cohort(
         self, members: Members, drawn: Sequence[SiteId]
     ) -> tuple[Members, tuple[SiteId, ...]]:

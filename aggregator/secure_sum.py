@@ -96,10 +96,6 @@ class SecureGather:
         form = LevelSums if self.contract.levels else RingSums
         self._sums = form(self.contract, self.layout.size, self.allocate)
 
-    def sites(self) -> Sequence[SiteId]:
-        """Every site of the run, in the order of the job."""
-        return self.grid.sites()
-
     def cohort(
         self, members: Members, drawn: Sequence[SiteId]
     ) -> tuple[Members, tuple[SiteId, ...]]:
@@ -214,7 +210,7 @@ class SecureGather:
         setup = AggregatorSetup(
             identity=self.identity, contract=self.contract, left_out=left_out
         )
-        asked = [site for site in self.sites() if site not in left_out]
+        asked = [SiteId(s.name) for s in self.job.sites if s.name not in left_out]
         offer = setup.offer()
         self._exchange.take(
             record,

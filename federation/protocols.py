@@ -82,10 +82,6 @@ class Grid(Protocol):
     them with ``federation.rounds.round_verdicts``.
     """
 
-    def sites(self) -> Sequence[SiteId]:
-        """Every site of the run, in the order of the job."""
-        ...
-
     def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
     ) -> Sequence[TaskId]:

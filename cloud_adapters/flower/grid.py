@@ -167,10 +167,6 @@ class FlowerGrid:
             api, sites, workers=delivery.workers, clock=clock, pause=self._pause
         )
 
-    def sites(self) -> Sequence[SiteId]:
-        """Every site, in the order of the job."""
-        return self._sites
-
     def send(
         self, tasks: Sequence[Asked], *, deadline_seconds: float
     ) -> Sequence[TaskId]:

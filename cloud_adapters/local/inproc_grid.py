@@ -215,10 +215,6 @@ class InProcessGrid(Closing):
         for thread in inside:
             thread.join(timeout=CLOSING_SECONDS / len(inside))
 
-    def sites(self) -> Sequence[SiteId]:
-        """Every site, in the order of the job."""
-        return tuple(self._handlers)
-
     def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
     ) -> Sequence[TaskId]:

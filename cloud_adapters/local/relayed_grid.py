@@ -97,10 +97,6 @@ class RelayedGrid:
         self._open: set[TaskId] = set()
         self._events: list[tuple[float, int, Callable[[], deque[Reply]]]] = []
 
-    def sites(self) -> Sequence[SiteId]:
-        """Every site, in the order of the job."""
-        return self._grid.sites()
-
     def returned(
         self, sites: Collection[SiteId], round_index: int
     ) -> Collection[SiteId]:

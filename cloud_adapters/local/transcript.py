@@ -79,10 +79,6 @@ class TranscriptGrid:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_new(folder / INDEX, ())
 
-    def sites(self) -> Sequence[SiteId]:
-        """Every site of the run, in the order of the job."""
-        return self._grid.sites()
-
     def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
     ) -> Sequence[TaskId]:

@@ -75,10 +75,6 @@ class VirtualGrid:
         self._order = count()  # Of events at the same time: that of their making.
         self._num_sent = 0
 
-    def sites(self) -> Sequence[SiteId]:
-        """Every site, in the order of the job."""
-        return tuple(self._machines)
-
     def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
     ) -> Sequence[TaskId]:

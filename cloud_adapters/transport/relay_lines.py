@@ -33,10 +33,6 @@ _OF_RELAYS = dict.fromkeys(
 class Lines(Protocol):
     """A grid whose sites are relays, too; see ``federation.protocols.Grid``."""
 
-    def sites(self) -> Sequence[SiteId]:
-        """Sites without a relay, and the relays."""
-        ...
-
     def send(
         self, tasks: Sequence[Task | RelayedTasks], *, deadline_seconds: float
     ) -> Sequence[TaskId]:
@@ -74,7 +70,6 @@ class RelayLines:
     def __init__(
         self,
         lines: Lines,
-        sites: Sequence[SiteId],
         relays: Mapping[SiteId, Collection[SiteId]],
         *,
         absent: Collection[SiteId] = (),
@@ -84,14 +79,12 @@ class RelayLines:
 
         Args:
             lines: Reaches the relays, and sites that have none.
-            sites: All sites, in the order of the job.
             relays: The sites of each relay, in the order of the job.
             absent: Sites that were not in the handshake, or that were revoked. Those
                 behind a relay are not asked: it may reach them by now.
             now: Monotonic time in seconds, of the replies in their place.
         """
         self._lines = lines
-        self._sites = tuple(sites)
         self._relays = relays
         self._relay_of = {site: name for name, each in relays.items() for site in each}
         self._absent = self._relay_of.keys() & {*absent}
@@ -100,10 +93,6 @@ class RelayLines:
         self._num_sent = 0
         self._alone: dict[TaskId, TaskId] = {}  # Our ids by those of the lines.
         self._bundles: dict[TaskId, _Bundle] = {}
-
-    def sites(self) -> Sequence[SiteId]:
-        """Every site, in the order of the job."""
-        return self._sites
 
     def returned(
         self, sites: Collection[SiteId], round_index: int

@@ -222,7 +222,7 @@ def _connector(
         if not behind:
             return grid
         absent = [*handshake.absent]
-        return RelayLines(grid, sites, behind, absent=absent, now=clock.monotonic)
+        return RelayLines(grid, behind, absent=absent, now=clock.monotonic)
 
     return connect
 

@@ -151,10 +151,6 @@ class _ObservedGather:
         self._gather = gather
         self._see = see
 
-    def sites(self) -> Sequence[SiteId]:
-        """Every site of the run."""
-        return self._gather.sites()
-
     def cohort(
         self, members: Members, drawn: Sequence[SiteId]
     ) -> tuple[Members, tuple[SiteId, ...]]:

@@ -392,8 +392,8 @@ def _evaluate_last(
     """
     record = None
     if job.evaluation.every:
-        drawn, kind = _evaluators(job, parts.gather.sites()), TaskKind.EVALUATE
-        record = _open(job, parts, state, drawn, kind=kind, skip=skip)
+        kind = TaskKind.EVALUATE
+        record = _open(job, parts, state, _evaluators(job), kind=kind, skip=skip)
         shown = state
         for guest in parts.guests:
             shown = guest.last_evaluated(shown)
@@ -404,10 +404,10 @@ def _evaluate_last(
     return state
 
 
-def _evaluators(job: JobSpec, sites: Sequence[SiteId]) -> tuple[SiteId, ...]:
+def _evaluators(job: JobSpec) -> tuple[SiteId, ...]:
     """Leave out Flower apps that do not evaluate."""
-    apps = {site.name: site.flower_app for site in job.sites}
-    return tuple(site for site in sites if (app := apps[site]) is None or app.evaluate)
+    apps = ((site, site.flower_app) for site in job.sites)
+    return tuple(SiteId(site.name) for site, app in apps if app is None or app.evaluate)
 
 
 def _in_secret(job: JobSpec) -> bool:

@@ -137,10 +137,6 @@ class Gather(Protocol):
 
     schedule: Schedule
 
-    def sites(self) -> Sequence[SiteId]:
-        """Every site of the run, in the order of the job."""
-        ...
-
     def cohort(
         self, members: Members, drawn: Sequence[SiteId]
     ) -> tuple[Members, tuple[SiteId, ...]]:
@@ -214,10 +210,6 @@ class PlainGather:
         """Open the dispatcher."""
         deadline_seconds = self.job.schedule.round_deadline_seconds
         self._dispatcher = Dispatcher(self.grid, deadline_seconds=deadline_seconds)
-
-    def sites(self) -> Sequence[SiteId]:
-        """Every site of the run, in the order of the job."""
-        return self.grid.sites()
 
     def cohort(
         self, members: Members, drawn: Sequence[SiteId]

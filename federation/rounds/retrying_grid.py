@@ -71,10 +71,6 @@ class RetryingGrid:
         self._first_ids: dict[TaskId, TaskId] = {}
         self._bytes_down: dict[TaskId, int] = {}
 
-    def sites(self) -> Sequence[SiteId]:
-        """Every site of the run; see ``Grid``."""
-        return self._grid.sites()
-
     def returned(
         self, sites: Collection[SiteId], round_index: int
     ) -> Collection[SiteId]:

@@ -116,11 +116,6 @@ def senders(replies: list[Reply]) -> list[SiteId]:
     return [reply.message.site for reply in replies]
 
 
-def test_sites_are_in_the_order_of_the_job(played: Played):
-    """Not in alphabetic order and not in that of node numbers."""
-    assert played.sites == EVERY_SITE
-
-
 def test_every_site_answers_once(played: Played):
     """In a simulation in the order of the tasks, so that sums are reproducible."""
     assert senders(played.train) == SITES

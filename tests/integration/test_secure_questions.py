@@ -31,10 +31,6 @@ class Divider:
         self._grid = grid
         self._victim = victim
 
-    def sites(self) -> Sequence[SiteId]:
-        """Every site."""
-        return self._grid.sites()
-
     def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
     ) -> Sequence[TaskId]:

@@ -70,7 +70,6 @@ def secure_tasks(step: SecureStep, round_index: int) -> list[SecureTask]:
 class Played:
     """What came of the script."""
 
-    sites: list[SiteId]
     train: list[Reply]
     again: list[Reply]
     evaluate: list[Reply]
@@ -159,7 +158,6 @@ def play(grid: Grid) -> Played:
         too_early=too_early,
         withdrawn=withdrawn,
         nothing=[*grid.receive()],
-        sites=list(grid.sites()),
         train=train,
         again=again,
         evaluate=evaluate,

@@ -91,8 +91,8 @@ class Clouds:
             if not handshake.move_on():
                 break
         absent = [*handshake.absent]
-        lines = _Lines(self, [*nodes])
-        return RelayLines(lines, sites, handshake.relays, absent=absent)
+        lines = _Lines(self)
+        return RelayLines(lines, handshake.relays, absent=absent)
 
     def _ask(
         self,
@@ -121,12 +121,8 @@ class _Lines:
     """Answers as they are received, one node after another."""
 
     clouds: Clouds
-    names: Sequence[SiteId]
     waiting: deque[tuple[TaskId, Asked, float]] = field(default_factory=deque)
     num_sent: int = 0
-
-    def sites(self) -> Sequence[SiteId]:
-        return self.names
 
     def returned(
         self, sites: Collection[SiteId], round_index: int

@@ -3,8 +3,6 @@
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from support import toy
-
 from federation.ids import SiteId, TaskId
 from federation.messages import Reply, SiteMessage, Task
 
@@ -28,10 +26,6 @@ class ScriptedGrid:
         self.withdrawn: list[set[TaskId]] = []
         self._replies: Iterator[Reply] = iter(())
         self._num_sent = 0
-
-    def sites(self) -> Sequence[SiteId]:
-        """All sites."""
-        return toy.SITES
 
     def play(self, tasks: Sequence[tuple[TaskId, Task]]) -> Iterable[Reply]:
         """Make the replies; for a subclass."""

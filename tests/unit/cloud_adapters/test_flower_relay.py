@@ -142,7 +142,7 @@ def asked(api: OneNode, **frames: Any) -> list[SiteFailure]:
     spoil, api.spoil = api.spoil, None
     grid = grid_of(api, Frames(**frames))
     api.spoil = spoil
-    lines = RelayLines(grid, SITES, {EAST: SITES})
+    lines = RelayLines(grid, {EAST: SITES})
     tasks = [task(site) for site in SITES]
     replies = list(exchange(lines, tasks, deadline_seconds=5.0))
     sizes = wire.encoded_size(tasks[0])
@@ -231,7 +231,7 @@ def summed(tmp_path: Path, **changes: Any) -> tuple[list[Any], LocalStore]:
     api = OneNode(Summing(sides[1], **changes))
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     grid = grid_of(api, sides[0])
-    lines = RelayLines(grid, SITES, {EAST: SITES})
+    lines = RelayLines(grid, {EAST: SITES})
     tasks = [task(site) for site in SITES]
     return [*exchange(lines, tasks, deadline_seconds=5.0)], store
 
@@ -276,7 +276,7 @@ def test_references_to_a_store_that_the_aggregator_has_not_do_not_end_the_run(
     )
     api = OneNode(Summing(with_store))
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    lines = RelayLines(grid_of(api, INLINE), SITES, {EAST: SITES})
+    lines = RelayLines(grid_of(api, INLINE), {EAST: SITES})
     replies = [*exchange(lines, [task(s) for s in SITES], deadline_seconds=5.0)]
     assert {reply.message.kind for reply in replies} == {FailureKind.INVALID}
     assert all("has none" in reply.message.message for reply in replies)

@@ -77,9 +77,6 @@ class Script:
     replies: deque[deque[Reply]] = field(default_factory=deque)
     withdrawn: list[TaskId] = field(default_factory=list)
 
-    def sites(self) -> Sequence[SiteId]:
-        return (C, EAST)
-
     def send(
         self, tasks: Sequence[Task | RelayedTasks], *, deadline_seconds: float
     ) -> Sequence[TaskId]:
@@ -122,7 +119,7 @@ def script() -> Script:
 @pytest.fixture
 def lines(script: Script) -> RelayLines:
     """Sent are tasks for all sites: c's is number 0 of the lines, the relay's 1."""
-    found = RelayLines(script, [A, B, C], {EAST: [A, B]})
+    found = RelayLines(script, {EAST: [A, B]})
     assert [*found.send([task(A), task(B), task(C)], deadline_seconds=1)] == [0, 1, 2]
     return found
 
@@ -132,7 +129,6 @@ def test_relay_is_asked_last_and_at_one_go(script: Script, lines: RelayLines):
     assert (alone.site, together.site) == (C, EAST)
     assert isinstance(together, RelayedTasks)
     assert [each.site for each in together.tasks] == [A, B]
-    assert lines.sites() == (A, B, C)
     # Of sites behind a relay only the relay knows.
     assert [*lines.returned([A, C], 2)] == [C, A]
 
@@ -235,9 +231,7 @@ def test_late_answer_of_a_relay_is_dropped(
 
 def test_site_that_was_not_in_the_handshake_is_not_asked(script: Script):
     """Its relay may reach it by now, also if the aggregator has revoked it."""
-    lines = RelayLines(
-        script, [A, B, C], {EAST: [A, B]}, absent=[A, C], now=lambda: 7.0
-    )
+    lines = RelayLines(script, {EAST: [A, B]}, absent=[A, C], now=lambda: 7.0)
     lines.send([task(A), task(B), task(C)], deadline_seconds=1)
     alone, together = script.sent
     assert isinstance(together, RelayedTasks)
