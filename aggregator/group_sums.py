@@ -31,7 +31,7 @@ from aggregator.secure_exchange import (
     losing_the_round,
 )
 from aggregator.secure_setup import RunSetup
-from federation.errors import ProtocolError, QuorumNotMet
+from federation.errors import ProtocolError
 from federation.events import GroupsCompared
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
@@ -189,11 +189,8 @@ class GroupGather:
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Have all sites evaluate; only the groups' sums of results are opened."""
-        try:
-            with losing_the_round(record):
-                sums, _ = self._sums(state, record)
-        except QuorumNotMet:
-            return  # The record tells who failed, and that there are no metrics.
+        with losing_the_round(record):
+            sums, _ = self._sums(state, record)
         record.sums.secret_evaluation = _pooled(train.EVALUATION, sums)
 
     def _sums(self, state: RunState, record: RoundRecord) -> tuple[_Sums, int]:
@@ -313,7 +310,6 @@ class GroupGather:
         tasks = round_tasks(
             state,
             record,
-            job=self.job,
             states=states,
             secure=lambda site: (
                 train.write_train(bodies[site]) if site in bodies else b""

@@ -28,7 +28,6 @@ from aggregator.secure_exchange import (
 )
 from aggregator.secure_setup import RunSetup
 from aggregator.sum_forms import LevelSums, RingSums
-from federation.errors import QuorumNotMet
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.members import Members
@@ -132,11 +131,8 @@ class SecureGather:
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Have all sites evaluate; only the sums of their results are opened."""
-        try:
-            with losing_the_round(record):
-                one = self._sum(state, record)
-        except QuorumNotMet:
-            return  # The record tells who failed, and that there are no metrics.
+        with losing_the_round(record):
+            one = self._sum(state, record)
         record.sums.secret_evaluation = train.read_sums(train.EVALUATION, one.totals)
 
     def _sum(self, state: RunState, record: RoundRecord) -> OpenedSum:
@@ -257,7 +253,6 @@ class SecureGather:
         return body, round_tasks(
             state,
             record,
-            job=self.job,
             held=held,
             states=self._states.name(record, asked),
             secure=lambda site: train.write_train(

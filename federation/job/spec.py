@@ -702,6 +702,12 @@ class JobSpec:
         )
 
     @property
+    def leaves_average(self) -> bool:
+        """Whether its last round leaves an average of models."""
+        spec = self.selection
+        return spec is not None and spec.averages and spec.average_from <= self.rounds
+
+    @property
     def sites_in_sum(self) -> int:
         """Fewest updates that a secure sum of this job holds."""
         groups = self.privacy.secure_aggregation.groups

@@ -17,6 +17,7 @@ budget for is not counted, and ends the run.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,7 +32,6 @@ from federation.errors import (
     RunConflict,
 )
 from federation.ids import RunId, SiteId
-from federation.job.adapter_ranks import codecs_by_site
 from federation.job.spec import JobSpec
 from federation.members import Members, Standing
 from federation.messages import LedgerAnchor, TaskKind, join_anchors
@@ -257,6 +257,7 @@ def _open(
     """Open the record of the round ``skip`` numbers after the next one."""
     members, cohort = _cohort(parts, state, drawn)
     record = RoundRecord(
+        job=job,
         run_id=parts.run_id,
         round_index=state.round_index + 1 + skip,
         skipped=skip,
@@ -265,12 +266,8 @@ def _open(
         clock=parts.clock,
         emit=parts.emit,
         kind=kind,
-        in_secret=_in_secret(job),
-        links=job.communication.links,
-        codecs=codecs_by_site(job, parts.layout),
         meter=parts.meter,
         members=state.members,
-        epsilon_cap=job.privacy.differential_privacy.target_epsilon or 0.0,
         states=dict(state.states),
     )
     record.ask(members)
@@ -397,7 +394,9 @@ def _evaluate_last(
         shown = state
         for guest in parts.guests:
             shown = guest.last_evaluated(shown)
-        parts.gather.evaluation(shown, record)
+        # The record tells who failed, and that there are no metrics.
+        with suppress(QuorumNotMet):
+            parts.gather.evaluation(shown, record)
         record.finish_evaluation()
     for guest in parts.guests:
         state = guest.after_run(state, record, at=parts.clock.now(), emit=parts.emit)

@@ -165,7 +165,11 @@ class Gather(Protocol):
         ...
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
-        """Let the record's cohort evaluate the model of ``state``."""
+        """Let the record's cohort evaluate the model of ``state``.
+
+        Raises:
+            QuorumNotMet: Too few results count, so none is known.
+        """
         ...
 
 
@@ -227,7 +231,7 @@ class PlainGather:
         self._dispatcher.withdraw()
         replies = exchange(
             self.grid,
-            round_tasks(state, record, job=self.job, held=self._held),
+            round_tasks(state, record, held=self._held),
             deadline_seconds=self.job.schedule.round_deadline_seconds,
         )
         record.collect_evaluations(self._faultless(replies, record))
@@ -269,7 +273,7 @@ class PlainGather:
                 open=self._dispatcher.open,
             ),
             write=lambda sites: round_tasks(
-                state, record, job=job, sites=sites, held=self._held
+                state, record, sites=sites, held=self._held
             ),
             num_counted=lambda: verdicts.num_answered,
             now=record.clock.monotonic,
@@ -341,7 +345,6 @@ def round_tasks(
     state: RunState,
     record: RoundRecord,
     *,
-    job: JobSpec,
     sites: Sequence[SiteId] | None = None,
     secure: Callable[[SiteId], bytes] = lambda _site: b"",
     held: Mapping[SiteId, int] = MappingProxyType({}),
@@ -380,8 +383,8 @@ def round_tasks(
             weights_d=sent[0],
             changed_to=sent[1],
             integers_m=integers_m,
-            evaluate=evaluates(job, state),
-            evaluate_after=job.aggregation.weights == "dynamic",
+            evaluate=evaluates(record.job, state),
+            evaluate_after=record.job.aggregation.weights == "dynamic",
             secure=secure(site),
             anchor=state.anchors.get(site, NO_ANCHOR),
             based_on=state.round_index,

@@ -9,9 +9,10 @@ from typing import TypeVar
 
 from federation import events
 from federation.compression.apart import fitted
-from federation.compression.codec import Codec, Links
 from federation.errors import ProtocolError
 from federation.ids import RunId, SiteId
+from federation.job.adapter_ranks import codecs_by_site
+from federation.job.spec import JobSpec
 from federation.members import EVERYBODY, Members
 from federation.messages import (
     FailureKind,
@@ -58,14 +59,11 @@ class RoundRecord:
         clock: Time.
         emit: Where events go.
         kind: What the sites are asked for.
-        in_secret: Whether there is secure aggregation; see ``RoundVerdicts``.
         skipped: Numbers that no round had, between that of the model and this one.
-        links: The codecs of both directions, for the model.
         meter: Measures what the round takes of the aggregator.
         members: Who takes part, as far as this round has shown.
-        codecs: Those of sites that send other places, for the model.
-        epsilon_cap: What no site can have spent; see ``RoundVerdicts``.
         states: What each site is known to have kept, as far as this round has shown.
+        links: The codecs of both directions, for the model.
         verdicts: Which sites were asked, which answered, and what does not count.
         sums: What sound answers add up to.
         events: Emits what happens.
@@ -76,6 +74,7 @@ class RoundRecord:
             have no scale of the levels yet, take longer for as many steps.
     """
 
+    job: JobSpec
     run_id: RunId
     round_index: int
     cohort: tuple[SiteId, ...]
@@ -83,13 +82,9 @@ class RoundRecord:
     clock: Clock
     emit: events.Emit
     kind: TaskKind = TaskKind.TRAIN
-    in_secret: bool = False
     skipped: int = 0
-    links: Links = field(default_factory=Links)
     meter: UsageMeter = CLOCK
     members: Members = EVERYBODY
-    codecs: Mapping[SiteId, Codec] = field(default_factory=dict)
-    epsilon_cap: float | None = None
     states: dict[SiteId, tuple[StateName, ...]] = field(default_factory=dict)
     status: str = field(init=False, default="")
     counted: dict[SiteId, int] = field(init=False, default_factory=dict)
@@ -98,7 +93,8 @@ class RoundRecord:
 
     def __post_init__(self) -> None:
         """Open the round."""
-        self.links = fitted(self.links, self.layout)
+        private = self.job.privacy
+        self.links = fitted(self.job.communication.links, self.layout)
         self._asked_in_vain: Mapping[SiteId, str] = {}
         self._known_away = self.members.end_round().away()
         self._sent_d: Words | None = None
@@ -110,11 +106,11 @@ class RoundRecord:
             kind=self.kind,
             cohort=self.cohort,
             layout=self.layout,
-            in_secret=self.in_secret,
+            in_secret=private.secure_aggregation.enabled,
             based_on=self.model_round,
             codec=self.links.up,
-            codecs=self.codecs,
-            epsilon_cap=self.epsilon_cap,
+            codecs=codecs_by_site(self.job, self.layout),
+            epsilon_cap=private.differential_privacy.target_epsilon or 0.0,
         )
         start = self.clock.monotonic()
         self.sums = RoundSums(clock=self.clock, start=start, meter=self.meter)

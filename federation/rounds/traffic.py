@@ -315,12 +315,6 @@ class Traffic:
         every = self.job.evaluation.every
         return every > 0 and (round_index - 1) % every == 0
 
-    def _is_of_average(self, round_index: int) -> bool:
-        """Whether it evaluates an average of models, which no site can compute."""
-        spec, rounds = self.job.selection, self.job.rounds
-        averages = spec is not None and spec.averages and spec.average_from <= rounds
-        return averages and round_index > rounds
-
     @property
     def _links(self) -> Links:
         return fitted(self.job.communication.links, self.layout)
@@ -328,6 +322,10 @@ class Traffic:
     def _up(self, site: SiteId) -> Codec:
         """The codec of a site's updates."""
         return links_of(self.job, self.layout, site).up
+
+    @property
+    def _asks_all(self) -> bool:
+        return self.job.cohort_size == len(self.job.sites)
 
     @property
     def _is_private(self) -> bool:
@@ -340,9 +338,9 @@ class Traffic:
         """
         links = self.job.communication.links
         changes = (links.changes or links.sums) and index > 1
-        changes = changes and not self._is_of_average(index)
-        asks_all = self.job.cohort_size == len(self.job.sites)
-        for changed in (True, False) if changes and not asks_all else (changes,):
+        if index > self.job.rounds and self.job.leaves_average:
+            changes = False  # No site can compute it.
+        for changed in (True, False) if changes and not self._asks_all else (changes,):
             for end in (0, 1):
                 yield self._task(site, index, kind, end, changed=changed)
 
@@ -350,9 +348,8 @@ class Traffic:
         self, site: SiteId, index: int, kind: TaskKind, end: int, *, changed: bool
     ) -> RoundTask:
         links, trains = self._links, kind is TaskKind.TRAIN
-        all_count = self.job.cohort_size == len(self.job.sites)
         told = links.feedback > 0 or follows_counted(self.job)
-        settles = told and trains and (end == 1 or all_count)
+        settles = told and trains and (end == 1 or self._asks_all)
         charges = end * self._is_private * (index - 1)
         steps = self._steps(index, end) if trains and is_auto(self.job) else range(0)
         secure = 0 if self.secure is None else self.secure.task(index, kind)

@@ -105,13 +105,13 @@ class Splitter:
             promises=self.promises,
         )
         record = RoundRecord(
+            job=contract_job,
             run_id=agents.RUN_ID,
             round_index=1,
             cohort=tuple(SiteId(name) for name in NAMES),
             layout=pool.layout,
             clock=SystemClock(),
             emit=self.seen.append,
-            in_secret=True,
         )
         state = RunState(
             round_index=0,

@@ -96,13 +96,13 @@ def test_site_that_left_in_an_earlier_step_is_not_sent_the_model():
     """Nor waited for: its task was written before it gave notice."""
     grid, gone = _Listing(), toy.SITES[1]
     record = RoundRecord(
+        job=toy.job({"privacy": {"secure_aggregation": {"enabled": True}}}),
         run_id=toy.RUN,
         round_index=1,
         cohort=toy.SITES,
         layout=toy.LAYOUT,
         clock=VirtualClock(),
         emit=lambda _event: None,
-        in_secret=True,
     )
     record.change_members(record.members.leave(gone, "spot"))
     exchange = SecureExchange(

@@ -38,6 +38,7 @@ from federation.rounds.round_record import RoundRecord
 
 SITE, OTHER, THIRD = toy.SITES
 ANSWER = toy.secure_answer(SITE)
+SECURE = toy.job({"privacy": {"secure_aggregation": {"enabled": True}}})
 SUMS = MetricSums(count=10, loss_sum=5.0, metrics={"correct": 5})
 
 
@@ -47,6 +48,7 @@ def opened(
     """The record of a secure round, and where its events go."""
     told: list[Event] = []
     record = RoundRecord(
+        job=SECURE,
         run_id=toy.RUN,
         round_index=round_index,
         cohort=toy.SITES,
@@ -54,7 +56,6 @@ def opened(
         clock=VirtualClock(),
         emit=told.append,
         kind=kind,
-        in_secret=True,
     )
     return record, told
 
