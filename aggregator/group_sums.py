@@ -43,7 +43,7 @@ from federation.messages import (
     StateName,
     TaskKind,
 )
-from federation.protocols import Grid, RunState, Suspicions, WeightedUpdate
+from federation.protocols import Grid, Suspicions, WeightedUpdate
 from federation.rounds.gather import Gathered, evaluates, present_cohort, round_tasks
 from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_record import RoundRecord
@@ -144,13 +144,13 @@ class GroupGather:
         unasked = {site for group in without for site in group.sites}
         return members, tuple(site for site in drawn if site not in unasked)
 
-    def updates(self, state: RunState, record: RoundRecord) -> Gathered:
+    def updates(self, record: RoundRecord) -> Gathered:
         """Have all sites train, and open the mean of each group's updates.
 
         See ``federation.rounds.gather.Gather``.
         """
         with losing_the_round(record):
-            sums, byzantine = self._sums(state, record)
+            sums, byzantine = self._sums(record)
         for group in self._groups:
             found = sums.get(group)
             group.opened = (
@@ -187,13 +187,13 @@ class GroupGather:
             )
         )
 
-    def evaluation(self, state: RunState, record: RoundRecord) -> None:
+    def evaluation(self, record: RoundRecord) -> None:
         """Have all sites evaluate; only the groups' sums of results are opened."""
         with losing_the_round(record):
-            sums, _ = self._sums(state, record)
+            sums, _ = self._sums(record)
         record.sums.secret_evaluation = _pooled(train.EVALUATION, sums)
 
-    def _sums(self, state: RunState, record: RoundRecord) -> tuple[_Sums, int]:
+    def _sums(self, record: RoundRecord) -> tuple[_Sums, int]:
         """Open the sums of a round.
 
         Returns:
@@ -204,9 +204,10 @@ class GroupGather:
             TooFewSites: Too few groups have one for the rule; the round is lost.
             DrawRefused: The groups do not follow from the draw.
         """
+        state = record.state
         record.change_members(record.members.leave_out(state.suspicions.faults))
         record.leave_out(state.suspicions.faults)
-        rounds = self._exchange_updates(state, record)
+        rounds = self._exchange_updates(record)
         evaluation = record.kind is TaskKind.EVALUATE or evaluates(self.job, state)
         sums: dict[_OpenGroup, OpenedSum] = {}
         bad = self.job.aggregation.byzantine_sites
@@ -249,12 +250,12 @@ class GroupGather:
         return max(len(self._groups) // 2 + 1, 2 * bad + (3 if is_krum else 1))
 
     def _exchange_updates(
-        self, state: RunState, record: RoundRecord
+        self, record: RoundRecord
     ) -> Mapping[_OpenGroup, MaskedRound]:
         """R1: send the model to all groups that have keys, and fold the answers."""
-        setups = self._set_up(record, state.suspicions)
-        model = train.model_digest(record.sent(state.weights_d), state.integers_m)
-        bodies, tasks = self._tasks(state, record, setups, model)
+        setups = self._set_up(record)
+        model = train.model_digest(record.sent(), record.state.integers_m)
+        bodies, tasks = self._tasks(record, setups, model)
         first = {task.site: task for task in tasks}
         rounds: dict[_OpenGroup, MaskedRound] = {}
         for group, setup in setups:
@@ -284,7 +285,6 @@ class GroupGather:
 
     def _tasks(
         self,
-        state: RunState,
         record: RoundRecord,
         setups: Sequence[tuple[_OpenGroup, SetupRecord]],
         model: bytes,
@@ -308,7 +308,6 @@ class GroupGather:
                     update_clip=self.contract.clip_norm,
                 )
         tasks = round_tasks(
-            state,
             record,
             states=states,
             secure=lambda site: (
@@ -317,9 +316,7 @@ class GroupGather:
         )
         return bodies, [task for task in tasks if task.site in bodies]
 
-    def _set_up(
-        self, record: RoundRecord, known: Suspicions
-    ) -> list[tuple[_OpenGroup, SetupRecord]]:
+    def _set_up(self, record: RoundRecord) -> list[tuple[_OpenGroup, SetupRecord]]:
         """Find the setups in force; make new ones where they are due.
 
         Raises:
@@ -328,7 +325,7 @@ class GroupGather:
         """
         self._exchange.note_returns(record)
         if not self._groups:
-            self._draw(record, known)
+            self._draw(record)
         asked = [group for group in self._groups if {*group.sites} <= {*record.cohort}]
         due = [group for group in asked if group.run_setup.is_due]
         if due:
@@ -339,13 +336,14 @@ class GroupGather:
             raise TooFewSites("no group of sites has keys")
         return found
 
-    def _draw(self, record: RoundRecord, known: Suspicions) -> None:
+    def _draw(self, record: RoundRecord) -> None:
         """Have the sites draw the groups; sites that drew before get the same.
 
         Raises:
             TooFewSites: Someone kept the draw from ending. Who did so twice is left
                 out of the next one.
         """
+        known = record.state.suspicions
         whole, num_groups = self.contract, self.job.privacy.secure_aggregation.groups
         assert num_groups is not None  # noqa: S101  # Else there is one sum.
         everyone = Draw(members=whole.members, num_groups=num_groups)

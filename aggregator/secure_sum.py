@@ -101,21 +101,21 @@ class SecureGather:
         """Ask all who have not left; see ``federation.rounds.gather.Gather``."""
         return present_cohort(members, drawn, quorum=self.job.minimum_sites)
 
-    def updates(self, state: RunState, record: RoundRecord) -> Gathered:
+    def updates(self, record: RoundRecord) -> Gathered:
         """Have all sites train, and open the mean of their updates: it is all of them.
 
         See ``federation.rounds.gather.Gather``.
         """
         with losing_the_round(record):
-            one = self._sum(state, record)
+            one = self._sum(record)
         self._opened = one.opened
         summed = [self.contract.member(i).site for i in one.opened.survivors]
         self._states.keep(record, summed, one.opened.context)
         # Only now: what a corrupt sum says of losses is no result.
         record.sums.training = train.read_sums(train.TRAINING, one.totals)
         record.sums.secret_evaluation = train.read_sums(train.EVALUATION, one.totals)
-        record.sums.update_clip = self._clip(state)
-        record.sums.next_clip = self._next_clip(state, one.totals)
+        record.sums.update_clip = clip = self._clip(record.state)
+        record.sums.next_clip = self._next_clip(clip, one.totals)
         self._sums.follow(one, record)
         mean_d = one.mean_d
         assert mean_d is not None  # noqa: S101  # The sites have trained.
@@ -123,19 +123,19 @@ class SecureGather:
             record.events.warned(
                 f"round {record.round_index}: the mean of the updates is exactly 0. "
                 "If sites should have learned something, "
-                f"clip_norm = {self._clip(state):g} is so large that their updates "
+                f"clip_norm = {clip:g} is so large that their updates "
                 "were rounded to 0: set privacy.secure_aggregation.clip_norm nearer to "
                 "the norm of an update"
             )
         return (), lambda _updates, _out_d: mean_d
 
-    def evaluation(self, state: RunState, record: RoundRecord) -> None:
+    def evaluation(self, record: RoundRecord) -> None:
         """Have all sites evaluate; only the sums of their results are opened."""
         with losing_the_round(record):
-            one = self._sum(state, record)
+            one = self._sum(record)
         record.sums.secret_evaluation = train.read_sums(train.EVALUATION, one.totals)
 
-    def _sum(self, state: RunState, record: RoundRecord) -> OpenedSum:
+    def _sum(self, record: RoundRecord) -> OpenedSum:
         """Sum the headers, and updates if the sites train.
 
         Raises:
@@ -143,13 +143,14 @@ class SecureGather:
             BadShare: The shares of a secret contradict one another.
             SumOutOfRange: Honest sites do not make such a sum.
         """
+        state = record.state
         blame = Blame(self.contract, state.suspicions)
         record.change_members(record.members.leave_out(blame.left_out()))
         setup = self._set_up(record, record.members.away())
-        model = train.model_digest(record.sent(state.weights_d), state.integers_m)
+        model = train.model_digest(record.sent(), state.integers_m)
         trains, clip = record.kind is TaskKind.TRAIN, self._clip(state)
         plan, total = self._sums.begin(record) if trains else (None, None)
-        body, tasks = self._tasks(state, record, setup=setup, model=model, plan=plan)
+        body, tasks = self._tasks(record, setup=setup, model=model, plan=plan)
         facts = RoundFacts(
             round_index=record.round_index,
             cohort=setup.cohort,
@@ -227,7 +228,6 @@ class SecureGather:
 
     def _tasks(
         self,
-        state: RunState,
         record: RoundRecord,
         *,
         setup: SetupRecord,
@@ -247,11 +247,10 @@ class SecureGather:
             setup_hash=setup.setup_hash,
             confirms=b"",
             certificate=certificate,
-            update_clip=self._clip(state),
+            update_clip=self._clip(record.state),
             plan=plan,
         )
         return body, round_tasks(
-            state,
             record,
             held=held,
             states=self._states.name(record, asked),
@@ -259,7 +258,7 @@ class SecureGather:
                 replace(
                     body,
                     confirms=self._run_setup.confirms_for(site),
-                    divisor=divisor if has_before(state, held, site) else 0.0,
+                    divisor=divisor if has_before(record, held, site) else 0.0,
                 )
             ),
         )
@@ -269,13 +268,13 @@ class SecureGather:
         adapted = state.update_clip
         return self.contract.clip_norm if adapted is None else adapted
 
-    def _next_clip(self, state: RunState, totals: Mapping[str, float]) -> float | None:
+    def _next_clip(self, clip: float, totals: Mapping[str, float]) -> float | None:
         """Adapt the clip norm to the sites' bits; None if it is fixed."""
         private = self.job.privacy.differential_privacy
         if train.WITHIN_CLIP not in totals:
             return None
         return next_clip(
-            self._clip(state),
+            clip,
             first=self.contract.clip_norm,
             within=0.5 + totals[train.WITHIN_CLIP] / totals[train.WEIGHT],
             quantile=private.clip_quantile,

@@ -93,9 +93,9 @@ class ChosenWork(ServerGuest):
         """Whether all local steps of the run are taken, perhaps in fewer rounds."""
         return state.steps_taken >= total_steps(self.job)
 
-    def before_round_(self, state: RunState, record: RoundRecord) -> None:
+    def before_round_(self, record: RoundRecord) -> None:
         """Choose the steps of a round, and emit why."""
-        choice = choose(self.job, state)
+        choice = choose(self.job, record.state)
         pace, steps, times = choice.pace, choice.steps, choice.times
         record.steps = steps
         record.emit(
@@ -116,12 +116,10 @@ class ChosenWork(ServerGuest):
             )
         )
 
-    def after_round(
-        self, state: RunState, new_state: RunState, record: RoundRecord
-    ) -> RunState:
+    def after_round(self, new_state: RunState, record: RoundRecord) -> RunState:
         """Note the steps of a round, and what it took if that is typical."""
         assert record.steps is not None  # noqa: S101 -- chosen before the round
-        times = state.times
+        state, times = record.state, record.state.times
         if record.status == COMPLETED and is_typical(
             self.job,
             state,

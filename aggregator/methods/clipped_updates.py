@@ -1,7 +1,6 @@
 """A warning that secure aggregation probably clips most updates."""
 
 from federation.job.spec import JobSpec
-from federation.protocols import RunState
 from federation.rounds.guest import ServerGuest
 from federation.rounds.round_record import RoundRecord
 from federation.vectors import Vector
@@ -17,13 +16,12 @@ class ClippedUpdates(ServerGuest):
 
     def after_step_(
         self,
-        state: RunState,
         record: RoundRecord,
         weights_d: Vector,  # noqa: ARG002 -- of the seam
     ) -> None:
         """Compare the norm of the first mean update with the clip norm."""
         size, bound = record.sums.update_norm, record.sums.update_clip
-        if not state.round_index and size and bound and size > _NEARLY * bound:
+        if not record.state.round_index and size and bound and size > _NEARLY * bound:
             record.events.warned(
                 f"the mean update has a norm of {size:.3g}, and secure aggregation "
                 f"scales every update down to {bound:g}: most are probably larger and "

@@ -13,13 +13,11 @@ from federation.rounds.round_sums import COMPLETED
 class Counted(ServerGuest):
     """Notes of each site the newest round whose update counted."""
 
-    def after_round(
-        self, state: RunState, new_state: RunState, record: RoundRecord
-    ) -> RunState:
+    def after_round(self, new_state: RunState, record: RoundRecord) -> RunState:
         """Note the sites of a completed round; see ``ServerGuest``."""
         if record.status != COMPLETED:
             return new_state
-        counted = {**state.counted, **record.counted}
+        counted = {**new_state.counted, **record.counted}
         if follows_counted(self.job):  # A round of these needs all sites.
             counted = dict.fromkeys(record.cohort, record.round_index)
         return replace(new_state, counted=counted)

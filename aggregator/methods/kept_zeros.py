@@ -5,7 +5,6 @@ At the sites it is ``clients.methods.kept_zeros``.
 
 from federation.job.spec import JobSpec
 from federation.methods.kept_zeros import KEPT_ZEROS
-from federation.protocols import RunState
 from federation.rounds.guest import ServerGuest
 from federation.rounds.round_record import RoundRecord
 from federation.vectors import Role, Vector
@@ -14,12 +13,10 @@ from federation.vectors import Role, Vector
 class KeptZeros(ServerGuest):
     """Sets parameters to zero where those of the model before are zero."""
 
-    def after_step_(
-        self, state: RunState, record: RoundRecord, weights_d: Vector
-    ) -> None:
+    def after_step_(self, record: RoundRecord, weights_d: Vector) -> None:
         """Leave running statistics as they are; see ``ServerGuest``."""
         for (spec, before), (_, after) in zip(
-            record.layout.float_views(state.weights_d),
+            record.layout.float_views(record.state.weights_d),
             record.layout.float_views(weights_d),
             strict=True,
         ):

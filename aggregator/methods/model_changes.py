@@ -18,11 +18,9 @@ from federation.vectors import Vector
 class ModelChanges(ServerGuest):
     """Sends a model, its change, or the sum that sites compute it from."""
 
-    def after_step_(
-        self, state: RunState, record: RoundRecord, weights_d: Vector
-    ) -> None:
+    def after_step_(self, record: RoundRecord, weights_d: Vector) -> None:
         """Make the model what sites compute from the change; see ``ServerGuest``."""
-        links, sums = record.links, record.sums
+        links, sums, state = record.links, record.sums, record.state
         if links.changes:
             sums.change = settle(
                 links,
@@ -36,16 +34,14 @@ class ModelChanges(ServerGuest):
         else:
             links.down.check(weights_d)
 
-    def after_round(
-        self, state: RunState, new_state: RunState, record: RoundRecord
-    ) -> RunState:
+    def after_round(self, new_state: RunState, record: RoundRecord) -> RunState:
         """Keep the change until the next round; see ``ServerGuest``."""
         if record.status == COMPLETED:
             return replace(new_state, change=record.sums.change)
         if not record.links.sums:
             return replace(new_state, change=None)
         # Sites that take the server's steps themselves may still have the model.
-        unchanged = ModelChange(words=NO_WORDS, after=digest(state.weights_d))
+        unchanged = ModelChange(words=NO_WORDS, after=digest(new_state.weights_d))
         return replace(new_state, change=unchanged)
 
 

@@ -46,9 +46,7 @@ class Selection(ServerGuest):
         patience = self.spec.patience
         return patience is not None and state.selection.stale >= patience
 
-    def after_round(
-        self, state: RunState, new_state: RunState, record: RoundRecord
-    ) -> RunState:
+    def after_round(self, new_state: RunState, record: RoundRecord) -> RunState:
         """Judge the model that the round began with, and average the one that it made.
 
         A round without result leaves both for the next one, which begins with the same
@@ -56,7 +54,7 @@ class Selection(ServerGuest):
         """
         if record.status != COMPLETED:
             return new_state
-        judged = self._judged(state, record)
+        judged = self._judged(record.state, record)
         new_state = replace(new_state, selection=judged.selection, kept=judged.kept)
         return average(self.spec, new_state)
 
@@ -65,12 +63,7 @@ class Selection(ServerGuest):
         return state.with_model_left() if self.spec.averages else state
 
     def after_run(
-        self,
-        state: RunState,
-        record: RoundRecord | None,
-        *,
-        at: float,
-        emit: Emit,
+        self, state: RunState, record: RoundRecord | None, *, at: float, emit: Emit
     ) -> RunState:
         """Compare the newest model with the best one, and emit which one is left."""
         # The evaluation of the last model ends nothing early any more.

@@ -157,9 +157,9 @@ class _ObservedGather:
         """Ask the same sites as the gather."""
         return self._gather.cohort(members, drawn)
 
-    def updates(self, state: RunState, record: RoundRecord) -> Gathered:
+    def updates(self, record: RoundRecord) -> Gathered:
         """Gather, and show what the rule makes of it."""
-        updates, combine = self._gather.updates(state, record)
+        updates, combine = self._gather.updates(record)
 
         def shown(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
             mean_d = combine(updates, out_d)
@@ -168,9 +168,9 @@ class _ObservedGather:
 
         return updates, shown
 
-    def evaluation(self, state: RunState, record: RoundRecord) -> None:
+    def evaluation(self, record: RoundRecord) -> None:
         """Let the cohort evaluate, unobserved."""
-        self._gather.evaluation(state, record)
+        self._gather.evaluation(record)
 
 
 def run_rounds(

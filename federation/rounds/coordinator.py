@@ -222,12 +222,12 @@ def _run_round(
     """
     record = _open(job, parts, state, parts.draw_cohort(job, state.round_index + 1))
     for guest in parts.guests:
-        guest.before_round_(state, record)
+        guest.before_round_(record)
     # Values too large for float32 become infinite, which is looked for below.
     with np.errstate(over="ignore", invalid="ignore"):
         try:
             # w_i and Delta_i of the answers that count, and Delta of them all.
-            updates, combine = parts.gather.updates(state, record)
+            updates, combine = parts.gather.updates(record)
             delta_d = combine(updates, spare_d)
         except QuorumNotMet as error:
             record.finish("lost")
@@ -235,10 +235,10 @@ def _run_round(
                 raise _out_of_budget(record.verdicts) from error
             new_state = _without_result(state)
         else:
-            new_state = _take_step(parts, state, record, delta_d)
+            new_state = _take_step(parts, record, delta_d)
     new_state = record.add_to(new_state)
     for guest in parts.guests:
-        new_state = guest.after_round(state, new_state, record)
+        new_state = guest.after_round(new_state, record)
     _save(parts, new_state)
     # Memory that was not touched takes none: it is kept before any other.
     unused_d = state.weights_d if new_state.weights_d is spare_d else spare_d
@@ -258,8 +258,8 @@ def _open(
     members, cohort = _cohort(parts, state, drawn)
     record = RoundRecord(
         job=job,
+        state=state,
         run_id=parts.run_id,
-        round_index=state.round_index + 1 + skip,
         skipped=skip,
         cohort=cohort,
         layout=parts.layout,
@@ -267,8 +267,6 @@ def _open(
         emit=parts.emit,
         kind=kind,
         meter=parts.meter,
-        members=state.members,
-        states=dict(state.states),
     )
     record.ask(members)
     return record
@@ -304,10 +302,9 @@ def _save(parts: ServerParts, state: RunState) -> None:
     )
 
 
-def _take_step(
-    parts: ServerParts, state: RunState, record: RoundRecord, delta_d: Vector
-) -> RunState:
+def _take_step(parts: ServerParts, record: RoundRecord, delta_d: Vector) -> RunState:
     """Take the server's step; a result that no site could be sent is discarded."""
+    state = record.state
     record.sums.end_phase("combine")
     record.sums.update_norm = norm(delta_d)
     weights_d = take_step(
@@ -321,7 +318,7 @@ def _take_step(
     fits = True
     try:
         for guest in parts.guests:
-            guest.after_step_(state, record, weights_d)
+            guest.after_step_(record, weights_d)
     except BeyondCodec as error:
         record.verdicts.complaints.append(f"the model: {error}")
         fits = False
@@ -389,14 +386,13 @@ def _evaluate_last(
     """
     record = None
     if job.evaluation.every:
-        kind = TaskKind.EVALUATE
-        record = _open(job, parts, state, _evaluators(job), kind=kind, skip=skip)
-        shown = state
+        shown, kind = state, TaskKind.EVALUATE
         for guest in parts.guests:
             shown = guest.last_evaluated(shown)
+        record = _open(job, parts, shown, _evaluators(job), kind=kind, skip=skip)
         # The record tells who failed, and that there are no metrics.
         with suppress(QuorumNotMet):
-            parts.gather.evaluation(shown, record)
+            parts.gather.evaluation(record)
         record.finish_evaluation()
     for guest in parts.guests:
         state = guest.after_run(state, record, at=parts.clock.now(), emit=parts.emit)

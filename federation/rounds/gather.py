@@ -152,11 +152,10 @@ class Gather(Protocol):
         """
         ...
 
-    def updates(self, state: RunState, record: RoundRecord) -> Gathered:
+    def updates(self, record: RoundRecord) -> Gathered:
         """Let the record's cohort train.
 
         Args:
-            state: The state after the round before.
             record: The round; it receives every answer.
 
         Raises:
@@ -164,8 +163,8 @@ class Gather(Protocol):
         """
         ...
 
-    def evaluation(self, state: RunState, record: RoundRecord) -> None:
-        """Let the record's cohort evaluate the model of ``state``.
+    def evaluation(self, record: RoundRecord) -> None:
+        """Let the record's cohort evaluate the model of its state.
 
         Raises:
             QuorumNotMet: Too few results count, so none is known.
@@ -221,17 +220,17 @@ class PlainGather:
         """Ask all sites that have not left; see ``Gather``."""
         return present_cohort(members, drawn, quorum=self.job.minimum_sites)
 
-    def updates(self, state: RunState, record: RoundRecord) -> Gathered:
+    def updates(self, record: RoundRecord) -> Gathered:
         """Train; see ``Gather``."""
-        rule = self.rule_of(state.weights_d) if self.rule_of else self.combine
-        return self._sound_updates(state, record), rule
+        rule = self.rule_of(record.state.weights_d) if self.rule_of else self.combine
+        return self._sound_updates(record), rule
 
-    def evaluation(self, state: RunState, record: RoundRecord) -> None:
+    def evaluation(self, record: RoundRecord) -> None:
         """Evaluate; see ``Gather``."""
         self._dispatcher.withdraw()
         replies = exchange(
             self.grid,
-            round_tasks(state, record, held=self._held),
+            round_tasks(record, held=self._held),
             deadline_seconds=self.job.schedule.round_deadline_seconds,
         )
         record.collect_evaluations(self._faultless(replies, record))
@@ -254,9 +253,7 @@ class PlainGather:
                 yield reply
             del message, reply  # One update at a time: the next is about to land.
 
-    def _sound_updates(
-        self, state: RunState, record: RoundRecord
-    ) -> Iterator[WeightedUpdate]:
+    def _sound_updates(self, record: RoundRecord) -> Iterator[WeightedUpdate]:
         """Ask the cohort and yield each answer that counts, on arrival.
 
         Raises:
@@ -272,9 +269,7 @@ class PlainGather:
                 cohort=record.cohort,
                 open=self._dispatcher.open,
             ),
-            write=lambda sites: round_tasks(
-                state, record, sites=sites, held=self._held
-            ),
+            write=lambda sites: round_tasks(record, sites=sites, held=self._held),
             num_counted=lambda: verdicts.num_answered,
             now=record.clock.monotonic,
         )
@@ -282,7 +277,7 @@ class PlainGather:
         for parts in whole_sums(sound, record):
             try:
                 weights = [
-                    self._share(state, one) * self.weight_of(one) for one, _ in parts
+                    self._share(record, one) * self.weight_of(one) for one, _ in parts
                 ]
             except InvalidUpdate as error:
                 revoke_all(parts, record, str(error))
@@ -327,13 +322,13 @@ class PlainGather:
             refuse=lambda: refused.append(site),
         )
 
-    def _share(self, state: RunState, update: SiteUpdate) -> float:
+    def _share(self, record: RoundRecord, update: SiteUpdate) -> float:
         """The part of its weight that an update keeps.
 
         Raises:
             InvalidUpdate: None, by the schedule.
         """
-        share = self.schedule.share(state.round_index - update.based_on)
+        share = self.schedule.share(record.state.round_index - update.based_on)
         if not share:
             raise InvalidUpdate(
                 f"is based on the model of round {update.based_on}, which is too old"
@@ -342,7 +337,6 @@ class PlainGather:
 
 
 def round_tasks(
-    state: RunState,
     record: RoundRecord,
     *,
     sites: Sequence[SiteId] | None = None,
@@ -355,18 +349,19 @@ def round_tasks(
     ``secure`` gives what secure aggregation says to a site beside the model, ``held``
     the round of the model that it has, ``states`` the state that it begins with.
     """
+    state, change, steps = record.state, record.state.change, record.steps
     integers_m = state.integers_m.view()
     integers_m.flags.writeable = False
-    change, steps, trains = state.change, record.steps, record.kind is TaskKind.TRAIN
+    trains = record.kind is TaskKind.TRAIN
 
     def model(site: SiteId) -> tuple[Words, str]:
-        if change is None or not has_before(state, held, site):
+        if change is None or not has_before(record, held, site):
             return whole(), ""
         return change.words, change.after
 
     @cache
     def whole() -> Words:
-        words = record.sent(state.weights_d)
+        words = record.sent()
         if not (record.links.sums and state.round_index and state.optimizer):
             return words
         # A site that takes the steps itself goes on from the optimiser's state.
@@ -399,8 +394,9 @@ def round_tasks(
     ]
 
 
-def has_before(state: RunState, held: Mapping[SiteId, int], site: SiteId) -> bool:
-    """Whether a site has the model from which the state's last change began."""
+def has_before(record: RoundRecord, held: Mapping[SiteId, int], site: SiteId) -> bool:
+    """Whether a site has the model from which the newest change began."""
+    state = record.state
     return state.change is not None and held.get(site) == state.round_index - 1
 
 

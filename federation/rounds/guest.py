@@ -7,6 +7,8 @@ these functions; ``aggregator.methods.registry`` lists all methods.
 Shape suffixes: d float values of the model.
 """
 
+# ruff: noqa: ARG002 -- what methods need, the defaults do not use
+
 from dataclasses import dataclass
 
 from federation.events import Emit
@@ -26,20 +28,17 @@ class ServerGuest:
 
     job: JobSpec
 
-    def is_over(self, state: RunProgress) -> bool:  # noqa: ARG002 -- of the seam
+    def is_over(self, state: RunProgress) -> bool:
         """Whether the run ends here, although its schedule has more rounds."""
         return False
 
-    def before_round_(self, state: RunState, record: RoundRecord) -> None:
+    def before_round_(self, record: RoundRecord) -> None:
         """Decide what sites do in a round, before any is asked."""
 
-    def after_step_(
-        self, state: RunState, record: RoundRecord, weights_d: Vector
-    ) -> None:
+    def after_step_(self, record: RoundRecord, weights_d: Vector) -> None:
         """Change the model that the server's step has made.
 
         Args:
-            state: The state after the round before.
             record: The round.
             weights_d: The model after the step, shape ``(d,)``.
 
@@ -47,17 +46,11 @@ class ServerGuest:
             BeyondCodec: No site could be sent the model: the round is discarded.
         """
 
-    def after_round(
-        self,
-        state: RunState,  # noqa: ARG002 -- of the seam
-        new_state: RunState,
-        record: RoundRecord,  # noqa: ARG002 -- of the seam
-    ) -> RunState:
-        """Return the new state with what the method keeps of a round.
+    def after_round(self, new_state: RunState, record: RoundRecord) -> RunState:
+        """Return the state after a round with what the method keeps of it.
 
         Args:
-            state: The state after the round before.
-            new_state: The state after this one.
+            new_state: The state after the round.
             record: The round; ``status`` says whether it was completed.
         """
         return new_state
@@ -67,12 +60,7 @@ class ServerGuest:
         return state
 
     def after_run(
-        self,
-        state: RunState,
-        record: RoundRecord | None,  # noqa: ARG002 -- of the seam
-        *,
-        at: float,  # noqa: ARG002 -- of the seam
-        emit: Emit,  # noqa: ARG002 -- of the seam
+        self, state: RunState, record: RoundRecord | None, *, at: float, emit: Emit
     ) -> RunState:
         """Return the state that a finished run leaves.
 

@@ -13,7 +13,7 @@ from federation.errors import ProtocolError
 from federation.ids import RunId, SiteId
 from federation.job.adapter_ranks import codecs_by_site
 from federation.job.spec import JobSpec
-from federation.members import EVERYBODY, Members
+from federation.members import Members
 from federation.messages import (
     FailureKind,
     LeaveReason,
@@ -25,7 +25,6 @@ from federation.messages import (
     SiteFailure,
     SiteMessage,
     SiteUpdate,
-    StateName,
     TaskKind,
     join_anchors,
 )
@@ -34,7 +33,7 @@ from federation.resources import CLOCK, UsageMeter
 from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_sums import RoundSums
 from federation.rounds.round_verdicts import RoundVerdicts
-from federation.vectors import Layout, Vector, Words
+from federation.vectors import Layout, Words
 
 # They precede a round only where there are no keys, as after a restart.
 # Of a site that is not there.
@@ -53,14 +52,15 @@ class RoundRecord:
     takes that part.
 
     Attributes:
-        round_index: Number of the round, from 1.
+        state: The state that the round begins with.
         cohort: The sites that are asked.
         layout: Layout of the model.
         clock: Time.
         emit: Where events go.
         kind: What the sites are asked for.
-        skipped: Numbers that no round had, between that of the model and this one.
+        skipped: Numbers that no round had, between that of the state and this one.
         meter: Measures what the round takes of the aggregator.
+        round_index: Number of the round, from 1.
         members: Who takes part, as far as this round has shown.
         states: What each site is known to have kept, as far as this round has shown.
         links: The codecs of both directions, for the model.
@@ -75,8 +75,8 @@ class RoundRecord:
     """
 
     job: JobSpec
+    state: RunState
     run_id: RunId
-    round_index: int
     cohort: tuple[SiteId, ...]
     layout: Layout
     clock: Clock
@@ -84,8 +84,6 @@ class RoundRecord:
     kind: TaskKind = TaskKind.TRAIN
     skipped: int = 0
     meter: UsageMeter = CLOCK
-    members: Members = EVERYBODY
-    states: dict[SiteId, tuple[StateName, ...]] = field(default_factory=dict)
     status: str = field(init=False, default="")
     counted: dict[SiteId, int] = field(init=False, default_factory=dict)
     steps: range | None = field(init=False, default=None)
@@ -93,6 +91,9 @@ class RoundRecord:
 
     def __post_init__(self) -> None:
         """Open the round."""
+        self.round_index = self.state.round_index + 1 + self.skipped
+        self.members = self.state.members
+        self.states = dict(self.state.states)
         private = self.job.privacy
         self.links = fitted(self.job.communication.links, self.layout)
         self._asked_in_vain: Mapping[SiteId, str] = {}
@@ -107,7 +108,7 @@ class RoundRecord:
             cohort=self.cohort,
             layout=self.layout,
             in_secret=private.secure_aggregation.enabled,
-            based_on=self.model_round,
+            based_on=self.state.round_index,
             codec=self.links.up,
             codecs=codecs_by_site(self.job, self.layout),
             epsilon_cap=private.differential_privacy.target_epsilon or 0.0,
@@ -120,19 +121,14 @@ class RoundRecord:
         if self.kind is TaskKind.TRAIN:
             self.events.started(self.cohort)
 
-    @property
-    def model_round(self) -> int:
-        """The round whose model the sites are sent."""
-        return self.round_index - 1 - self.skipped
-
-    def sent(self, weights_d: Vector) -> Words:
+    def sent(self) -> Words:
         """The round's model as all sites are sent it; not to be written to.
 
         Raises:
             BeyondCodec: The codec of the way down cannot encode it.
         """
         if self._sent_d is None:
-            words = self.links.whole.encode(weights_d, seed=self.round_index)
+            words = self.links.whole.encode(self.state.weights_d, seed=self.round_index)
             self._sent_d = words.view()
             self._sent_d.flags.writeable = False
         return self._sent_d
@@ -269,7 +265,7 @@ class RoundRecord:
         """Emit the final model's metrics, or that there are none."""
         self.change_members(self.members)
         replies = self._evaluation_replies
-        self.events.evaluated(self.model_round, self.verdicts, self.sums, replies)
+        self.events.evaluated(self.state.round_index, self.verdicts, self.sums, replies)
         if self.sums.pooled_evaluation() is None:
             if replies:  # Masked results that nothing could open.
                 self.events.step_taken(self.kind.value, tuple(replies.values()))
@@ -279,16 +275,16 @@ class RoundRecord:
         """Emit the metrics of the round's model, and the round's outcome."""
         self.status = status
         self.change_members(self.members)
-        self.events.evaluated(self.model_round, self.verdicts, self.sums, {})
+        self.events.evaluated(self.state.round_index, self.verdicts, self.sums, {})
         self.events.finished(status, self.cohort, self.verdicts, self.sums)
 
-    def add_to(self, state: RunState) -> RunState:
-        """Return a state with what the round has shown of sites."""
+    def add_to(self, new_state: RunState) -> RunState:
+        """Return the state after the round with what it has shown of sites."""
         return replace(
-            state,
-            anchors=join_anchors(state.anchors, self.sums.anchors),
+            new_state,
+            anchors=join_anchors(self.state.anchors, self.sums.anchors),
             states=self.states,
-            suspicions=self.verdicts.suspicions or state.suspicions,
+            suspicions=self.verdicts.suspicions or self.state.suspicions,
             members=self.members.end_round(),
         )
 

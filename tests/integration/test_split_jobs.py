@@ -104,15 +104,6 @@ class Splitter:
             roster=self.members.roster,
             promises=self.promises,
         )
-        record = RoundRecord(
-            job=contract_job,
-            run_id=agents.RUN_ID,
-            round_index=1,
-            cohort=tuple(SiteId(name) for name in NAMES),
-            layout=pool.layout,
-            clock=SystemClock(),
-            emit=self.seen.append,
-        )
         state = RunState(
             round_index=0,
             weights_d=weights_d,
@@ -120,6 +111,15 @@ class Splitter:
             optimizer={},
             rounds_completed=0,
             lost_in_a_row=0,
+        )
+        record = RoundRecord(
+            job=contract_job,
+            state=state,
+            run_id=agents.RUN_ID,
+            cohort=tuple(SiteId(name) for name in NAMES),
+            layout=pool.layout,
+            clock=SystemClock(),
+            emit=self.seen.append,
         )
         names = [SiteId(name) for name in NAMES]
         handlers = {n: agents._Far(self.grid, n, is_absent=False) for n in names}
@@ -131,7 +131,7 @@ class Splitter:
                 identity=self.members.aggregator,
                 contract=contract,
             )
-            updates, combine = gather.updates(state, record)
+            updates, combine = gather.updates(record)
             return combine(updates, np.empty_like(weights_d))
 
     def complaints(self) -> dict[str, str]:

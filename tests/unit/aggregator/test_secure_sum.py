@@ -95,10 +95,11 @@ class _Listing(ScriptedGrid):
 def test_site_that_left_in_an_earlier_step_is_not_sent_the_model():
     """Nor waited for: its task was written before it gave notice."""
     grid, gone = _Listing(), toy.SITES[1]
+    job = toy.job({"privacy": {"secure_aggregation": {"enabled": True}}})
     record = RoundRecord(
-        job=toy.job({"privacy": {"secure_aggregation": {"enabled": True}}}),
+        job=job,
+        state=toy.initial_state(job),
         run_id=toy.RUN,
-        round_index=1,
         cohort=toy.SITES,
         layout=toy.LAYOUT,
         clock=VirtualClock(),

@@ -50,7 +50,7 @@ def opened(
     record = RoundRecord(
         job=SECURE,
         run_id=toy.RUN,
-        round_index=round_index,
+        state=replace(toy.initial_state(SECURE), round_index=round_index - 1),
         cohort=toy.SITES,
         layout=toy.LAYOUT,
         clock=VirtualClock(),
