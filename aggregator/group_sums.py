@@ -17,7 +17,7 @@ Shape suffixes: d float values of the model.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import reduce
@@ -44,7 +44,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Grid, Suspicions, WeightedUpdate
-from federation.rounds.gather import Gathered, evaluates, present_cohort, round_tasks
+from federation.rounds.gather import evaluates, present_cohort, round_tasks
 from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Schedule
@@ -144,8 +144,8 @@ class GroupGather:
         unasked = {site for group in without for site in group.sites}
         return members, tuple(site for site in drawn if site not in unasked)
 
-    def updates(self, record: RoundRecord) -> Gathered:
-        """Have all sites train, and open the mean of each group's updates.
+    def update(self, record: RoundRecord, out_d: Vector) -> Vector:
+        """Have all sites train, open the mean of each group's updates, combine them.
 
         See ``federation.rounds.gather.Gather``.
         """
@@ -162,13 +162,9 @@ class GroupGather:
         record.sums.secret_evaluation = _pooled(train.EVALUATION, sums)
         record.sums.update_clip = self.contract.clip_norm
         rule = combine_rule(replace(self.job.aggregation, byzantine_sites=byzantine))
-
-        def combine(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
-            combined_d = rule(updates, out_d)
-            self._compare(record.events, sums, combined_d)
-            return combined_d
-
-        return _updates(sums), combine
+        combined_d = rule(_updates(sums), out_d)
+        self._compare(record.events, sums, combined_d)
+        return combined_d
 
     def _compare(self, events: RoundEvents, sums: _Sums, combined_d: Vector) -> None:
         """Emit how each group's mean relates to the rule's result."""

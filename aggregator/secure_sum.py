@@ -38,7 +38,6 @@ from federation.messages import (
 )
 from federation.protocols import Grid, RunState
 from federation.rounds.gather import (
-    Gathered,
     evaluates,
     has_before,
     present_cohort,
@@ -46,7 +45,7 @@ from federation.rounds.gather import (
 )
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Schedule
-from federation.vectors import Allocate, Layout, in_memory
+from federation.vectors import Allocate, Layout, Vector, in_memory
 from privacy.dp.adaptive_clip import next_clip
 from privacy.secagg.agreement.certificate import OpenedRound, before_rounds, certify
 from privacy.secagg.agreement.contract import Contract, Setting
@@ -101,7 +100,11 @@ class SecureGather:
         """Ask all who have not left; see ``federation.rounds.gather.Gather``."""
         return present_cohort(members, drawn, quorum=self.job.minimum_sites)
 
-    def updates(self, record: RoundRecord) -> Gathered:
+    def update(
+        self,
+        record: RoundRecord,
+        out_d: Vector,  # noqa: ARG002 -- of the seam
+    ) -> Vector:
         """Have all sites train, and open the mean of their updates: it is all of them.
 
         See ``federation.rounds.gather.Gather``.
@@ -127,7 +130,7 @@ class SecureGather:
                 "were rounded to 0: set privacy.secure_aggregation.clip_norm nearer to "
                 "the norm of an update"
             )
-        return (), lambda _updates, _out_d: mean_d
+        return mean_d
 
     def evaluation(self, record: RoundRecord) -> None:
         """Have all sites evaluate; only the sums of their results are opened."""

@@ -5,7 +5,7 @@ job's own secure sum and noise shares, if it holds against who sees the opened s
 """
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -26,9 +26,8 @@ from federation.protocols import (
     RunState,
     SiteHandler,
     Trainer,
-    WeightedUpdate,
 )
-from federation.rounds.gather import Gather, Gathered
+from federation.rounds.gather import Gather
 from federation.rounds.round_record import RoundRecord
 from federation.vectors import Vector
 
@@ -157,16 +156,11 @@ class _ObservedGather:
         """Ask the same sites as the gather."""
         return self._gather.cohort(members, drawn)
 
-    def updates(self, record: RoundRecord) -> Gathered:
-        """Gather, and show what the rule makes of it."""
-        updates, combine = self._gather.updates(record)
-
-        def shown(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
-            mean_d = combine(updates, out_d)
-            self._see(mean_d)
-            return mean_d
-
-        return updates, shown
+    def update(self, record: RoundRecord, out_d: Vector) -> Vector:
+        """Gather, and show what was combined."""
+        mean_d = self._gather.update(record, out_d)
+        self._see(mean_d)
+        return mean_d
 
     def evaluation(self, record: RoundRecord) -> None:
         """Let the cohort evaluate, unobserved."""

@@ -226,9 +226,7 @@ def _run_round(
     # Values too large for float32 become infinite, which is looked for below.
     with np.errstate(over="ignore", invalid="ignore"):
         try:
-            # w_i and Delta_i of the answers that count, and Delta of them all.
-            updates, combine = parts.gather.updates(record)
-            delta_d = combine(updates, spare_d)
+            delta_d = parts.gather.update(record, spare_d)
         except QuorumNotMet as error:
             record.finish("lost")
             if record.verdicts.out_of_budget:

@@ -123,11 +123,6 @@ def revoke_all(
         record.revoke(reply, reason, kind)
 
 
-# Weighted updates, possibly from a generator that waits for the network; and the rule
-# that makes one of them.
-Gathered = tuple[Iterable[WeightedUpdate], CombineRule]
-
-
 class Gather(Protocol):
     """Asks the sites. Implementations: without masks here, secure ones elsewhere.
 
@@ -152,14 +147,19 @@ class Gather(Protocol):
         """
         ...
 
-    def updates(self, record: RoundRecord) -> Gathered:
-        """Let the record's cohort train.
+    def update(self, record: RoundRecord, out_d: Vector) -> Vector:
+        """Let the record's cohort train, and combine their updates.
 
         Args:
             record: The round; it receives every answer.
+            out_d: Shape ``(d,)``; may be overwritten.
+
+        Returns:
+            The combined update, of the part of the model that the round exchanges: in
+            ``out_d``, or in other memory. Then ``out_d`` is as it was.
 
         Raises:
-            QuorumNotMet: Too few answers count. What is returned may raise it too.
+            QuorumNotMet: Too few answers count.
         """
         ...
 
@@ -220,10 +220,10 @@ class PlainGather:
         """Ask all sites that have not left; see ``Gather``."""
         return present_cohort(members, drawn, quorum=self.job.minimum_sites)
 
-    def updates(self, record: RoundRecord) -> Gathered:
+    def update(self, record: RoundRecord, out_d: Vector) -> Vector:
         """Train; see ``Gather``."""
         rule = self.rule_of(record.state.weights_d) if self.rule_of else self.combine
-        return self._sound_updates(record), rule
+        return rule(self._sound_updates(record), out_d)
 
     def evaluation(self, record: RoundRecord) -> None:
         """Evaluate; see ``Gather``."""

@@ -131,8 +131,7 @@ class Splitter:
                 identity=self.members.aggregator,
                 contract=contract,
             )
-            updates, combine = gather.updates(record)
-            return combine(updates, np.empty_like(weights_d))
+            return gather.update(record, np.empty_like(weights_d))
 
     def complaints(self) -> dict[str, str]:
         """What was said of each site that failed."""
