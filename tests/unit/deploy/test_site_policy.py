@@ -3,6 +3,7 @@
 import ast
 import math
 import sys
+import tomllib
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -362,6 +363,18 @@ def test_a_key_of_the_job_is_named_once():
     with pytest.raises(JobError) as caught:
         faults.check()
     assert caught.value.outside == "privacy.x: allows 2; also spent 1; also is site: b"
+
+
+def test_names_of_options_stay_in_their_line():
+    """The aggregator chooses them, and an operator pastes the lines."""
+    faults = site_policy.Faults(job=small_job(), site=SITE, has_data=False)
+    options = {"a\n[policy]\nx": {"b c": [1]}, "d": "e"}
+    with faults.noted():
+        raise JobError("none", remedy={"data.options": options})
+    with pytest.raises(JobError) as caught:
+        faults.check()
+    lines = tomllib.loads("\n".join(caught.value.__notes__[1:]))
+    assert lines == {"data": {"options": options}}
 
 
 def test_a_site_with_data_of_its_own_accepts_no_source_of_the_job():
