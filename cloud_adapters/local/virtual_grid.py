@@ -6,11 +6,15 @@ looks at a wall clock, so a run has the same events every time. Byte counts are 
 the wire format. Answers that are under way at the same time are in memory together.
 """
 
+import hashlib
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+
+import numpy as np
 
 from cloud_adapters.local.inproc_grid import (
     Fault,
@@ -28,6 +32,42 @@ from federation.rounds.failures import failure, no_answer
 from federation.wire import frame as wire
 
 
+class Absences:
+    """When a site is away: it comes and goes at random, and always at the same times.
+
+    The times between two changes are exponentially distributed: a Markov chain of two
+    states in continuous time.
+    """
+
+    def __init__(self, *, share: float, seconds: float, seed: int, site: str) -> None:
+        """Begin at 0 with the site there.
+
+        Args:
+            share: Part of the time that it is away, below 1.
+            seconds: Mean length of an absence.
+            seed: The job's.
+            site: Sites come and go independently of one another.
+        """
+        self._here = seconds * (1 - share) / share if share else math.inf
+        self._away = seconds
+        text = f"absences\x00{seed}\x00{site}".encode()
+        self._generator = np.random.default_rng([*hashlib.sha256(text).digest()])
+        self._next = (0.0, 0.0)
+
+    def next(self, since: float) -> tuple[float, float]:
+        """Find the first absence that ends after a time, no earlier than before.
+
+        Returns:
+            When it begins and ends; infinity if there is none.
+        """
+        begin, end = self._next
+        while end <= since:
+            begin = end + self._here * self._generator.standard_exponential()
+            end = begin + self._away * self._generator.standard_exponential()
+        self._next = begin, end
+        return self._next
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """A site and its network line.
@@ -38,6 +78,7 @@ class Machine:
         down: Bytes a second to it.
         up: Bytes a second from it.
         latency_seconds: What a message takes beside its bytes.
+        absences: When the site is away; None if it never is.
     """
 
     handler: SiteHandler
@@ -45,6 +86,7 @@ class Machine:
     down: float
     up: float
     latency_seconds: float
+    absences: Absences | None = None
 
 
 class VirtualGrid:
@@ -136,8 +178,13 @@ class VirtualGrid:
         if task_id not in self._open:
             return deque()  # Withdrawn, or overdue before it came there.
         task, missed = self._open[task_id]
-        machine = self._machines[task.site]
-        machine.clock.wait_until(self._clock.monotonic())
+        machine, now = self._machines[task.site], self._clock.monotonic()
+        left = math.inf
+        if machine.absences is not None:
+            left, _ = machine.absences.next(now)
+        if left <= now:
+            return self._settle(task_id, [self._gone(task, missed, now)])
+        machine.clock.wait_until(now)
         # This is the caller's thread: what interrupts it is no crash of a site.
         answers = answers_of(task, machine.handler, self._fault, crash=Exception)
         sent = machine.clock.monotonic()
@@ -154,8 +201,15 @@ class VirtualGrid:
                 )
             )
         last = replies[-1].answered_seconds
+        if last > left:  # The work and the answer are lost.
+            replies, last = [self._gone(task, missed, left)], left
         self._at(last, lambda: self._settle(task_id, replies))
         return deque()
+
+    def _gone(self, task: Task, missed: Reply, seconds: float) -> Reply:
+        """Say that a site is away."""
+        message = failure(task, FailureKind.DISCONNECTED, "is away")
+        return replace(missed, message=message, answered_seconds=seconds)
 
     def _settle(self, task_id: TaskId, replies: list[Reply]) -> deque[Reply]:
         """Pass on the answers to a task; of late ones only a note."""

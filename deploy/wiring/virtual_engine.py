@@ -7,17 +7,17 @@ job says that work and messages take, and by nothing else.
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from clients.training.local_federation import Federation
 from clients.training.timed_trainer import TimedTrainer
 from cloud_adapters.local.faults import FaultInjector, Restartable
-from cloud_adapters.local.virtual_grid import Machine, VirtualGrid
+from cloud_adapters.local.virtual_grid import Absences, Machine, VirtualGrid
 from deploy.wiring.run import Rounds
 from federation.clock import VirtualClock
 from federation.errors import JobError
 from federation.ids import SiteId
-from federation.job.spec import JobSpec
+from federation.job.spec import JobSpec, MachineSpec
 from federation.protocols import RunState, SiteHandler, Trainer
 from federation.rounds import cost
 from federation.rounds.cost import SiteSpeed
@@ -46,7 +46,7 @@ def clock(job: JobSpec, run: RunFolder | None) -> VirtualClock:
     return VirtualClock(max((event.at for event in told), default=0.0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class VirtualMachines:
     """Sites on the machines and lines of the job; a ``SiteSource``.
 
@@ -96,14 +96,27 @@ class VirtualMachines:
             )
 
     def _machine(self, name: SiteId, handler: SiteHandler) -> Machine:
-        speed = self.speeds[name]
+        speed, absences = self.speeds[name], None
+        spec = self._specs[name]
+        if spec.away_share:
+            absences = Absences(
+                share=spec.away_share,
+                seconds=spec.away_seconds,
+                seed=self.job.seed,
+                site=name,
+            )
         return Machine(
             handler=handler,
             clock=self.clocks[name],
             down=speed.down_bytes_per_second,
             up=speed.up_bytes_per_second,
             latency_seconds=speed.latency_seconds,
+            absences=absences,
         )
+
+    @cached_property
+    def _specs(self) -> Mapping[str, MachineSpec]:
+        return {machine.site: machine for machine in self.job.simulation.machines}
 
 
 def timed(

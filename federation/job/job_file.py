@@ -21,9 +21,10 @@ from typing import Any
 
 from federation.errors import JobError, joined, os_errors
 from federation.job import code_files
+from federation.job.fleet import drawn
 from federation.job.job_checks import check
 from federation.job.job_keys import documented, keys_below
-from federation.job.spec import JobSpec
+from federation.job.spec import FleetSpec, JobSpec
 
 MAX_JOB_FILE_BYTES = 1 << 20
 
@@ -191,7 +192,26 @@ def parse(document: Mapping[str, Any]) -> JobSpec:
     Raises:
         JobError: See ``load``.
     """
-    return check(_build(JobSpec, document, ""))
+    return check(_build(JobSpec, _with_fleet(document), ""))
+
+
+def _with_fleet(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace ``simulation.fleet`` by the sites and machines that it stands for.
+
+    Raises:
+        JobError: It is not a valid table, or the job also lists sites.
+    """
+    name, simulation = "simulation.fleet", document.get("simulation")
+    if not isinstance(simulation, Mapping) or "fleet" not in simulation:
+        return document
+    seed = document.get("seed")
+    fleet = _build(FleetSpec, simulation["fleet"], name)
+    found = drawn(fleet, seed if isinstance(seed, int) and seed > 0 else 0)
+    if "sites" in document or "machines" in simulation:
+        raise JobError("names all sites: remove [[sites]] and their machines", key=name)
+    simulation = {k: v for k, v in simulation.items() if k != "fleet"}
+    simulation["machines"] = found["machines"]
+    return {**document, "sites": found["sites"], "simulation": simulation}
 
 
 def document(job: JobSpec) -> dict[str, Any]:

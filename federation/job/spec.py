@@ -594,6 +594,10 @@ class MachineSpec:
         down_mbit: Megabits per second from the aggregator to the site.
         up_mbit: Megabits per second from the site to the aggregator.
         latency_seconds: Delay of each message, in addition to its transfer time.
+        away_share: Part of the time that the site is away, like a spot machine between
+            two interruptions. Work that it has begun is lost then.
+        away_seconds: How long an absence lasts on average; absences and the times
+            between them are exponentially distributed.
     """
 
     site: str
@@ -601,6 +605,35 @@ class MachineSpec:
     down_mbit: float = key(default=100.0, above=0.0)
     up_mbit: float = key(default=100.0, above=0.0)
     latency_seconds: float = key(default=0.0, low=0.0)
+    away_share: float = key(default=0.0, low=0.0, below=1.0)
+    away_seconds: float = key(default=600.0, above=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSpec:
+    """Sites to simulate whose machines are drawn at random with the job's seed.
+
+    In place of `[[sites]]` and `[[simulation.machines]]`.
+
+    Attributes:
+        sites: How many there are.
+        examples_per_second: Median speed of training and evaluation.
+        down_mbit: Median megabits per second from the aggregator to a site.
+        up_mbit: Median megabits per second from a site to the aggregator.
+        latency_seconds: Median delay of a message.
+        spread: 19 of 20 sites are within this factor of each median.
+        away_share: Part of the time that each site is away.
+        away_seconds: How long an absence lasts on average.
+    """
+
+    sites: int = key(low=1, high=100_000)
+    examples_per_second: float = key(above=0.0)
+    down_mbit: float = key(default=100.0, above=0.0)
+    up_mbit: float = key(default=100.0, above=0.0)
+    latency_seconds: float = key(default=0.0, low=0.0)
+    spread: float = key(default=1.0, low=1.0)
+    away_share: float = key(default=0.0, low=0.0, below=1.0)
+    away_seconds: float = key(default=600.0, above=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -612,6 +645,7 @@ class SimulationSpec:
             cores allow. Results do not depend on it.
         faults: Misfortunes to rehearse.
         machines: Speed of each site, for `simulate --engine virtual`.
+        fleet: Many sites with machines of random speed, in place of `[[sites]]`.
         relays: Lines and faults of the relays.
         vouch_for_sources: With differential privacy, accept sources that do not declare
             their preprocessing. Deployed sites use `data.preprocessing` of their own
@@ -626,6 +660,7 @@ class SimulationSpec:
     workers: int = key(default=0, low=0)
     faults: tuple[FaultSpec, ...] = ()
     machines: tuple[MachineSpec, ...] = ()
+    fleet: FleetSpec | None = None
     relays: tuple[RelayLineSpec, ...] = ()
     vouch_for_sources: bool = False
     total_epsilon: float | None = key(default=None, above=0.0)

@@ -1,0 +1,87 @@
+"""Sites that come and go in virtual time."""
+
+from itertools import pairwise
+
+import pytest
+from support import toy
+
+from cloud_adapters.local.virtual_grid import Absences, Machine, VirtualGrid
+from federation.clock import VirtualClock
+from federation.messages import FailureKind, SiteFailure, SiteMessage, Task
+
+SITE = toy.SITES[0]
+
+
+class Working:
+    """Works for three seconds on its own clock."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+
+    def handle(self, task: Task) -> SiteMessage:
+        self.clock.sleep(3.0)
+        return toy.update(task.site)
+
+    def close(self) -> None: ...
+
+
+class Away(Absences):
+    """Away for ten seconds, from a given time on."""
+
+    def __init__(self, begin: float) -> None:
+        self.begin = begin
+
+    def next(self, since: float) -> tuple[float, float]:
+        return (
+            (self.begin, self.begin + 10.0) if since < self.begin + 10.0 else (9e9,) * 2
+        )
+
+
+def answer(absences: Absences | None) -> tuple[SiteMessage, float]:
+    clock, own = VirtualClock(), VirtualClock()
+    machine = Machine(
+        handler=Working(own),
+        clock=own,
+        down=1e9,
+        up=1e9,
+        latency_seconds=0.5,
+        absences=absences,
+    )
+    grid = VirtualGrid({SITE: machine}, clock=clock)
+    grid.send([toy.task(SITE)], deadline_seconds=60.0)
+    (reply,) = grid.receive()
+    return reply.message, clock.monotonic()
+
+
+@pytest.mark.parametrize(("begin", "seconds"), [(0.2, 0.5), (2.0, 2.0), (3.9, 3.9)])
+def test_work_and_answer_are_lost_when_a_site_leaves(begin: float, seconds: float):
+    message, now = answer(Away(begin))
+    assert isinstance(message, SiteFailure)
+    assert message.kind is FailureKind.DISCONNECTED
+    assert now == pytest.approx(seconds, abs=1e-3)
+
+
+def test_absence_after_the_answer_changes_nothing():
+    message, now = answer(Away(4.1))
+    assert not isinstance(message, SiteFailure)
+    assert now == pytest.approx(4.0, abs=1e-3)
+    assert answer(None)[1] == now
+
+
+def test_site_is_away_for_its_share_of_the_time_and_at_the_same_times():
+    def absences(seed: int, site: str) -> list[tuple[float, float]]:
+        found = Absences(share=0.2, seconds=30.0, seed=seed, site=site)
+        times = [found.next(0.0)]
+        while times[-1][1] < 1e6:
+            times.append(found.next(times[-1][1]))
+        return times
+
+    times = absences(1, "a")
+    assert sum(end - begin for begin, end in times) / times[-1][1] == pytest.approx(
+        0.2, rel=0.05
+    )
+    lengths = [end - begin for begin, end in times]
+    assert sum(lengths) / len(lengths) == pytest.approx(30.0, rel=0.05)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(times))
+    assert times == absences(1, "a")
+    assert times[0] != absences(2, "a")[0] != absences(1, "b")[0]
