@@ -6,7 +6,7 @@ Not here: reading and writing of objects (``aggregator.checkpoint``).
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -194,6 +194,7 @@ def encode(manifest: Manifest) -> bytes:
         **({"states": _encode_states(manifest)} if manifest.states else {}),
         **({"selection": asdict(found)} if found != NO_SELECTION else {}),
         **({"local_work": _encode_work(manifest)} if manifest.steps_taken else {}),
+        **({"site_times": _encode_sites(manifest)} if manifest.site_times else {}),
         "job": manifest.job,
         "layout": {
             "digest": layout.digest,
@@ -284,6 +285,10 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
         selection=_parse_selection(document.get("selection", {})),
         states=_parse_states(document.get("states", {})),
         **_parse_work(document.get("local_work", {})),
+        site_times={
+            SiteId(site): _parse_times(entry)
+            for site, entry in document.get("site_times", {}).items()
+        },
         job=document["job"],
         layout=layout,
         weights=_parse_blob(blobs["weights"]),
@@ -349,28 +354,43 @@ def _parse_selection(entry: Mapping[str, Any]) -> SelectionProgress:
 
 def _encode_work(progress: RunProgress) -> dict[str, Any]:
     """Local steps so far, and the times from which the next round's follow."""
-    times = [
-        [time.round_index, time.num_steps, time.seconds, time.train_seconds]
-        for time in progress.times
-    ]
+    times = _encode_times(progress.times)
     return {"steps_taken": progress.steps_taken, "times": times}
 
 
 def _parse_work(entry: Mapping[str, Any]) -> dict[str, Any]:
     taken = entry.get("steps_taken", 0)
+    if type(taken) is not int or taken < 0:
+        raise ValueError("its local work is damaged")
+    return {"steps_taken": taken, "times": _parse_times(entry.get("times", ()))}
+
+
+def _encode_sites(progress: RunProgress) -> dict[str, Any]:
+    """The times from which the steps of each site follow."""
+    return {site: _encode_times(times) for site, times in progress.site_times.items()}
+
+
+def _encode_times(times: Iterable[RoundTime]) -> list[Any]:
+    return [
+        [time.round_index, time.num_steps, time.seconds, time.train_seconds]
+        for time in times
+    ]
+
+
+def _parse_times(entries: Iterable[Any]) -> tuple[RoundTime, ...]:
     times = tuple(
         RoundTime(
             round_index=index, num_steps=steps, seconds=seconds, train_seconds=trained
         )
-        for index, steps, seconds, trained in entry.get("times", ())
+        for index, steps, seconds, trained in entries
     )
-    counts = (taken, *(n for time in times for n in (time.round_index, time.num_steps)))
+    counts = (n for time in times for n in (time.round_index, time.num_steps))
     if not all(type(n) is int and n >= 0 for n in counts) or not all(
         type(t.seconds) is float and type(t.train_seconds) in {float, type(None)}
         for t in times
     ):
         raise ValueError("its local work is damaged")
-    return {"steps_taken": taken, "times": times}
+    return times
 
 
 def _parse_suspicions(entry: Mapping[str, Any]) -> Suspicions:

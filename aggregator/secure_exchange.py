@@ -28,6 +28,7 @@ from federation.protocols import Grid
 from federation.rounds.failures import failure
 from federation.rounds.gather import exchange, revoke_all, whole_sums
 from federation.rounds.round_record import RoundRecord
+from federation.rounds.schedule import BARRIER, Dispatcher, Schedule, ScheduleView
 from privacy.secagg.arithmetic.ring import SumOutOfRange
 from privacy.secagg.errors import BadShare, DrawRefused, TooFewSites
 
@@ -111,6 +112,7 @@ class SecureExchange:
         record: RoundRecord,
         tasks: Sequence[RoundTask],
         round_of: Callable[[SiteId], MaskedRound],
+        schedule: Schedule = BARRIER,
     ) -> None:
         """R1: send the model and fold each answer into its site's sum.
 
@@ -118,13 +120,28 @@ class SecureExchange:
             record: The round.
             tasks: One for each site; who is away by now is not asked.
             round_of: The sum that a site is in; a ``ProtocolError`` if in none.
+            schedule: For how long to wait for late sites.
         """
         away = record.members.away()
-        asked = [task for task in tasks if task.site not in away]
-        based_on = {task.site: task.based_on for task in asked}
+        asked = {task.site: task for task in tasks if task.site not in away}
+        based_on = {site: task.based_on for site, task in asked.items()}
         self.answered.clear()
         self.failed.clear()
-        replies = exchange(self.grid, asked, deadline_seconds=self.deadline_seconds)
+        dispatcher = Dispatcher(self.grid, deadline_seconds=self.deadline_seconds)
+        view = ScheduleView(
+            round_index=record.round_index,
+            rounds=record.round_index,  # Also of an evaluation after the last one.
+            cohort=list(asked),
+            open=dispatcher.open,
+            begin=record.clock.monotonic(),
+        )
+        replies = dispatcher.replies(
+            schedule,
+            view,
+            write=lambda sites: [asked[site] for site in sites],
+            num_counted=lambda: record.verdicts.num_answered,
+            now=record.clock.monotonic,
+        )
         heard = self._heard(replies, round_of)
         for parts in whole_sums(record.sound(heard, MaskedUpdate), record):
             try:

@@ -44,7 +44,7 @@ from federation.rounds.gather import (
     round_tasks,
 )
 from federation.rounds.round_record import RoundRecord
-from federation.rounds.schedule import BARRIER, Schedule
+from federation.rounds.schedule import BARRIER, Schedule, schedule_of
 from federation.vectors import Allocate, Layout, Vector, in_memory
 from privacy.dp.adaptive_clip import next_clip
 from privacy.secagg.agreement.certificate import OpenedRound, before_rounds, certify
@@ -78,10 +78,11 @@ class SecureGather:
     identity: Identity
     contract: Contract
     allocate: Allocate = in_memory
-    schedule: Schedule = field(default=BARRIER, init=False)
+    schedule: Schedule = field(init=False)
 
     def __post_init__(self) -> None:
         """Send nothing yet."""
+        self.schedule = schedule_of(self.job)
         self._run_setup = RunSetup(self.contract)
         self._exchange = SecureExchange(
             run_id=self.contract.run_id,
@@ -162,7 +163,8 @@ class SecureGather:
         )
         current = MaskedRound(setup, facts, total=total)
         record.leave_out(blame.left_out())
-        self._exchange.fold(record, tasks, lambda _: current)
+        schedule = self.schedule if trains else BARRIER
+        self._exchange.fold(record, tasks, lambda _: current, schedule)
         self._states.settle(record, self._exchange)
         try:
             survivors = current.protocol.close_masked()

@@ -292,12 +292,14 @@ class SiteAnswered(RoundEvent):
         num_steps: Optimiser steps that it took.
         weight: Weight of its update, not normalised.
         training: Sums over its batches, taken during training.
-        evaluation: Results of the round's initial global model on its held-out data;
-            None if the task did not ask for them.
+        evaluation: Results of the model that it began with on its held-out data; None
+            if the task did not ask for them.
         phases: Where its time went.
         spent: With differential privacy, what the site has spent so far.
         resources: Resources that its work used, without waiting and transfer. None if
             the site may not report them, or cannot, such as a Flower app.
+        staleness: How many models were newer than the one that it began with; 0 unless
+            rounds are buffered.
 
     Under secure aggregation what a site reports is known of all together only: here
     it is None, and the phases are empty.
@@ -316,6 +318,7 @@ class SiteAnswered(RoundEvent):
     phases: tuple[Phase, ...]
     spent: PrivacySpent | None = None
     resources: Resources | None = None
+    staleness: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -635,6 +635,8 @@ class RunProgress:
             first, if secure sums depend on them.
         steps_taken: Local steps of all rounds, if these are chosen round by round.
         times: What the newest of these rounds took: the next choice follows from it.
+        site_times: What the newest rounds of each site took, if faster sites take more
+            steps.
     """
 
     round_index: int
@@ -649,6 +651,7 @@ class RunProgress:
     states: Mapping[SiteId, tuple[StateName, ...]] = field(default_factory=dict)
     steps_taken: int = 0
     times: tuple[RoundTime, ...] = ()
+    site_times: Mapping[SiteId, tuple[RoundTime, ...]] = field(default_factory=dict)
 
     def progress(self) -> Mapping[str, Any]:
         """Its fields by name, without those of a class that has more."""

@@ -304,7 +304,7 @@ def _inner(spec: type, name: str) -> Iterator[tuple[type, str, bool, bool]]:
     hints = typing.get_type_hints(spec)
     for field in dataclasses.fields(spec):
         table = _table_in(hints[field.name])
-        if table is not None and len(field.metadata.get("choices", ())) != 1:
+        if table is not None:
             full = f"{name}.{field.name}" if name else field.name
             listed = typing.get_origin(hints[field.name]) is tuple
             yield table, full, listed, _default(field) == _REQUIRED
@@ -327,7 +327,6 @@ def _job_table(
         _job_row(field, hints[field.name], said[field.name])
         for field in dataclasses.fields(spec)
         if _table_in(hints[field.name]) is None
-        and len(field.metadata.get("choices", ())) != 1  # There is nothing to choose.
     ]
     if rows:
         yield from _table(("Key", "Type", "Default", "Meaning"), rows)

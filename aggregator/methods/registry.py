@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from aggregator.methods import (
+    capacity,
     chosen_steps,
     clipped_updates,
     counted,
@@ -18,6 +19,7 @@ Begin = Callable[[JobSpec], ServerGuest | None]
 
 SERVER_METHODS: Sequence[Begin] = (
     chosen_steps.begin,
+    capacity.begin,
     clipped_updates.begin,
     kept_zeros.begin,
     model_changes.begin,

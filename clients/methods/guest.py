@@ -16,6 +16,7 @@ from clients.ranks.peers import NO_PEERS, Peers
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
+from federation.rounds.local_work import schedule_step
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 
 UNSTABLE = (
@@ -55,6 +56,10 @@ class LocalRound:
     kept: Arrays
     lora_rank: int | None = None
     peers: Peers = NO_PEERS
+
+    def place(self, number: int) -> int:
+        """Find a step's place in the schedule of the rate; see ``schedule_step``."""
+        return schedule_step(self.job, self.round_index, self.steps, number)
 
     @cached_property
     def trained(self) -> dict[str, torch.nn.Parameter]:

@@ -8,6 +8,7 @@ own updates, and a sum of them, also a secure one, is all that the aggregator ne
 import torch
 
 from clients.methods.guest import Guest, LocalRound
+from federation.rounds.local_work import is_by_capacity
 
 
 class NormalizedSteps(Guest):
@@ -34,6 +35,8 @@ class NormalizedSteps(Guest):
 
 
 def begin(start: LocalRound) -> NormalizedSteps | None:
-    """Begin a round, if the job scales updates."""
+    """Begin a round, if the job scales updates, or faster sites take more steps."""
     wanted = start.job.training.normalized_steps
+    if is_by_capacity(start.job):
+        wanted = start.job.training.local_steps
     return None if wanted is None else NormalizedSteps(start, wanted)

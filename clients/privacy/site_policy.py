@@ -16,7 +16,7 @@ from federation.job import code_files, job_digest, job_file
 from federation.job.adapter_ranks import contributors, fewest_contributors
 from federation.job.metrics import BUILT_IN, TRAINER, is_function
 from federation.job.spec import AggregationSpec, JobSpec
-from federation.rounds.local_work import bounds, is_auto
+from federation.rounds.local_work import bounds, leaves_steps_open
 from federation.vectors import Layout
 from federation.wire.frame import MAX_TEXT_CHARS
 from privacy.secagg.agreement.code_hash import code_hash
@@ -403,7 +403,11 @@ def _work_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         yield "rounds", f"{demand}, {given}", {"max_rounds": job.rounds}
     limit, most = policy.max_local_steps, bounds(job)[1]
     if limit is not None and most > limit:
-        key = "schedule.max_local_steps" if is_auto(job) else "training.local_steps"
+        key = (
+            "schedule.max_local_steps"
+            if leaves_steps_open(job)
+            else "training.local_steps"
+        )
         demand = f"allows {limit} local steps a round (policy.max_local_steps)"
         yield key, demand, {"max_local_steps": most}
     epochs, limit = job.training.local_epochs, policy.max_local_epochs

@@ -21,7 +21,7 @@ from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, Trainer
 from federation.resources import CLOCK, UsageMeter
-from federation.rounds.local_work import check_task, is_auto
+from federation.rounds.local_work import check_task, leaves_steps_open
 from federation.rounds.server_optimizer import server_optimizer
 from federation.vectors import Allocate, Layout, in_memory
 
@@ -46,7 +46,7 @@ def state_of(
         allocate=allocate,
         carries=optimizer.name if optimizer.state == "keep" else "",
         # Steps that were taken decide only what a site refuses.
-        continues=bool(keepers(job, layout)) or is_auto(job),
+        continues=bool(keepers(job, layout)) or leaves_steps_open(job),
         codec=links.up.name if links.feedback else "",
     )
 

@@ -20,7 +20,7 @@ from federation.errors import JobError
 from federation.job.code_files import unpinned
 from federation.job.metrics import is_function
 from federation.job.spec import JobSpec, OptimizerSpec
-from federation.methods.registry import used_by
+from federation.methods.registry import METHODS
 from federation.vectors import NO_ARRAYS, Arrays
 
 _KEPT = "optimizer/"
@@ -185,7 +185,7 @@ class LocalOptimizer:
         Unless a method says after ``gradient_`` that it must not be taken.
 
         Args:
-            number: Number of the step, counted over the run from 0.
+            number: Its place in the schedule of the rate, counted over the run from 0.
         """
         if not self._takes_sparse:
             for parameter in self._parameters:
@@ -274,7 +274,8 @@ def _takes_sparse(job: JobSpec) -> bool:
         optimizer.name == "sgd" and optimizer.momentum == optimizer.weight_decay == 0
     )
     return (is_plain or is_function(optimizer.name)) and not (
-        training.clip_grad_norm or any(method.needs_dense for method in used_by(job))
+        training.clip_grad_norm
+        or any(method.is_on(job) for method in METHODS if method.needs_dense)
     )
 
 

@@ -66,7 +66,7 @@ from federation.rounds.local_work import (
     bounds,
     first_rounds,
     in_round,
-    is_auto,
+    leaves_steps_open,
 )
 from federation.tree import map_tree, num_records
 from federation.vectors import (
@@ -321,7 +321,7 @@ class TorchTrainer:
             )
             with closing(gradients):
                 for number in gradients:
-                    optimizer.step(number)
+                    optimizer.step(start.place(number))
                     num_steps += 1
                     interruption.after_step(num_steps)
         training = begin.total(sums.metrics()) if self.private is None else None
@@ -405,7 +405,7 @@ class TorchTrainer:
         if self.kept_steps is None or self.peers.count > 1:
             return LostSteps()
         # Steps are a part of what a round begins with where its number does not say.
-        steps = start.steps if is_auto(self.job) else None
+        steps = start.steps if leaves_steps_open(self.job) else None
         return InterruptedSteps(
             self.kept_steps,
             start,

@@ -28,6 +28,7 @@ from federation.job.metrics import TRAINER
 from federation.job.spec import DataSpec, JobSpec
 from federation.protocols import CombineRule, Grid
 from federation.rounds.gather import Gather, PlainGather
+from federation.rounds.schedule import schedule_of
 
 
 def build_federation(job: JobSpec, meters: StoreMeters | None = None) -> Federation:
@@ -189,6 +190,7 @@ def plain_gather(
         grid=grid,
         weight_of=weight_of(job.aggregation.weights, introduced=examples),
         combine=rule_of(job),
+        schedule=schedule_of(job),
         fault_of=sums_fault(job, said),
         rule_of=ExactAdapters(pool.layout, pool.exact) if pool.exact else None,
     )

@@ -57,7 +57,7 @@ from federation.protocols import (
     Trainer,
 )
 from federation.resources import CLOCK, THREAD
-from federation.rounds.local_work import is_auto
+from federation.rounds.local_work import is_auto, leaves_steps_open
 from monitoring.runs.find import runs_root
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult, result_of
@@ -173,11 +173,12 @@ def _id_of(run: RunFolder | None, now: float) -> RunId:
 
 def _check_time(job: JobSpec, engine: str) -> None:
     """Refuse choices by real time, which would make each simulation another one."""
-    if is_auto(job) and engine != "virtual":
+    if leaves_steps_open(job) and engine != "virtual":
+        by_lines = is_auto(job)
         raise JobError(
-            "'auto' measures lines, which a simulation has in virtual time only: use "
-            "--engine virtual, or 'fixed'",
-            key="schedule.local_work",
+            "measures sites and lines, which a simulation has in virtual time only: "
+            f"use --engine virtual, or {'fixed' if by_lines else 'static'!r}",
+            key=f"schedule.{'local_work' if by_lines else 'allocation'}",
         )
 
 

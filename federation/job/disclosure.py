@@ -105,7 +105,8 @@ TABLE: Mapping[str, Rows] = {
     },
     "SiteAnswered": {
         (PUBLIC, _SUMS): "at round_index site",
-        (TRAFFIC, _SITES): "asked_seconds answered_seconds bytes_down bytes_up",
+        (TRAFFIC, _SITES): "asked_seconds answered_seconds bytes_down bytes_up "
+        "staleness",
         (EXAMPLES, _SITES): "num_examples",
         (WORK, _SITES): "num_steps weight",
         (TIMES, _SITES): "phases resources",

@@ -29,6 +29,7 @@ from federation.job.site_checks import (
     check_simulation,
 )
 from federation.job.spec import JobSpec
+from federation.methods.capacity import CAPACITY
 from federation.methods.combining import ROBUST
 from federation.methods.local_work import CHOSEN_STEPS
 
@@ -124,13 +125,18 @@ def _check_local_work(job: JobSpec) -> list[JobError]:
     With twice the fewest steps allowed, the steps of a run always divide into rounds
     that are neither too short nor too long, and rounds can differ enough to measure.
     """
-    fewest = _FACTOR * (job.training.local_steps or 0)
-    leaves_none = fewest > (job.schedule.max_local_steps or 0)
-    text = (
+    most, each = job.schedule.max_local_steps, job.training.local_steps or 0
+    rules = {
         "schedule.max_local_steps: 'auto' needs room to choose: set at least "
-        f"{fewest}, twice training.local_steps"
-    )
-    return broken({text: CHOSEN_STEPS.is_on(job) and leaves_none})
+        f"{_FACTOR * each}, twice training.local_steps": (
+            CHOSEN_STEPS.is_on(job) and _FACTOR * each > (most or 0)
+        ),
+        f"schedule.max_local_steps: sites take {each} steps on average "
+        "(training.local_steps): set at least as many": (
+            CAPACITY.is_on(job) and most is not None and most < each
+        ),
+    }
+    return broken(rules)
 
 
 def _check_larger_steps(job: JobSpec) -> None:
@@ -210,6 +216,8 @@ def _check_codecs(job: JobSpec) -> list[JobError]:
 
 def _check_combining(job: JobSpec) -> list[JobError]:
     rule, bad = job.aggregation.combine, job.aggregation.byzantine_sites
+    buffer, secure = job.buffer_size or 0, job.privacy.secure_aggregation.enabled
+    quorum = "privacy.secure_aggregation.threshold" if secure else "minimum_sites"
     fewest, groups = job.minimum_sites, job.privacy.secure_aggregation.groups
     is_robust, cohort = rule in ROBUST.on, job.cohort_size
     needed = 2 * bad + (3 if rule in {"krum", "multi_krum"} else 1) if is_robust else 0
@@ -218,6 +226,14 @@ def _check_combining(job: JobSpec) -> list[JobError]:
         "sites": cohort > len(job.sites),
         f"schedule.minimum_sites: {fewest} sites can never answer: a round has "
         f"{cohort}": fewest > cohort,
+        f"schedule.buffer_size: {buffer} updates never come together: the job has "
+        f"{len(job.sites)} sites, and a site is in a buffer once": (
+            buffer > len(job.sites)
+        ),
+        "schedule.grace: has no effect, since a round needs all its sites: set "
+        f"{quorum}, or remove this key": (
+            job.schedule.grace is not None and not buffer and fewest == cohort
+        ),
         f"aggregation.combine: {_unknown(rule, RULES)}": not (
             rule in RULES or is_function(rule)
         ),

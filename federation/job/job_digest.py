@@ -27,7 +27,7 @@ def _plain_default(key: str) -> object:
 # site computes anything else because of these, and an operator may change them
 # when a run is resumed.
 EXCLUDED_TABLES = ("storage", "simulation")
-EXCLUDED_KEYS = (("schedule", "round_deadline_seconds"),)
+EXCLUDED_KEYS = (("schedule", "round_deadline_seconds"), ("schedule", "grace"))
 # Keys that came after runs of earlier releases, with the value that does what those
 # did. With it they are left out, so that such a run continues and its digest stays.
 ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
@@ -45,6 +45,8 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("model", "tokenizers"), []),
     (("model", "frozen"), []),
     (("privacy", "differential_privacy", "max_noise_multiplier"), None),
+    (("schedule", "buffer_size"), None),
+    (("schedule", "max_staleness"), 10),
     *(
         (tuple(key.split(".")), _plain_default(key))
         for method in METHODS

@@ -201,7 +201,9 @@ def _with_fleet(document: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         JobError: It is not a valid table, or the job also lists sites.
     """
-    name, simulation = "simulation.fleet", document.get("simulation")
+    name, simulation = "simulation.fleet", None
+    if isinstance(document, Mapping):
+        simulation = document.get("simulation")
     if not isinstance(simulation, Mapping) or "fleet" not in simulation:
         return document
     seed = document.get("seed")

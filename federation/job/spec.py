@@ -434,32 +434,53 @@ class ScheduleSpec:
     """Which sites take part in a round, and how long it waits for them.
 
     Attributes:
-        mode: `synchronous`: a round ends before the next begins.
-        round_deadline_seconds: A site that has not answered by this deadline is left
-            out of the round.
+        mode: `synchronous`: a round ends before the next begins. `buffered`: sites
+            train all the time, and every `buffer_size` updates make a new model, also
+            updates that began with an older one. A round is then the time between two
+            models.
+        buffer_size: Updates that make a model in a buffered run. Default: half as many
+            as there are sites. Each counts as much as in a round of all sites.
+        max_staleness: Most models that may be newer than the one that an update began
+            with; older updates are discarded. What an update counts is divided by the
+            square root of 1 plus its staleness.
+        round_deadline_seconds: A site that has not answered its task by this deadline
+            is left out of the round.
         minimum_sites: Quorum: with fewer answers the round is lost and the weights do
-            not change. All sites by default.
+            not change. All sites by default. A buffered run has `buffer_size`
+            instead.
+        grace: Once the quorum has answered, a round waits for the other sites only this
+            part of the time that it has taken so far, and at least a second. Then it
+            ends without them. Default: it waits until the deadline.
         max_lost_rounds: The run stops after this many lost rounds in a row.
         sites_per_round: Number of sites drawn at random for each round; all by default.
-        allocation: `static`: every site does the same local work.
+        allocation: `static`: every site does the same local work. `capacity`: the
+            aggregator measures how fast each site is, and gives faster ones more local
+            steps, so that all end a round together: `training.local_steps` on average,
+            and at most `max_local_steps`. Each site scales its update to
+            `training.local_steps`, so that the fast ones do not count more. In virtual
+            time or deployed.
         local_work: `fixed`: every round takes `training.local_steps`. `auto`: the
             aggregator measures how long rounds take, and chooses the fewest local
             steps, from `training.local_steps` to `max_local_steps`, for which sites
             train `training_share` of the time. The run takes `rounds` times
             `training.local_steps` steps in all. In virtual time or deployed; not with
             differential privacy.
-        max_local_steps: Most local steps of a round with `auto`; at least twice
+        max_local_steps: Most local steps of a round with `auto`, at least twice
+            `training.local_steps`; and of a site with `capacity`, by default four times
             `training.local_steps`.
         training_share: Share of a round that `auto` aims at, for the site that the
             round waits for.
     """
 
-    mode: str = key(default="synchronous", choices=("synchronous",))
+    mode: str = key(default="synchronous", choices=("synchronous", "buffered"))
+    buffer_size: int | None = key(default=None, low=1)
+    max_staleness: int = key(default=10, low=0)
     round_deadline_seconds: float = key(default=600.0, above=0.0)
     minimum_sites: int | None = key(default=None, low=1)
+    grace: float | None = key(default=None, low=0.0)
     max_lost_rounds: int = key(default=3, low=1)
     sites_per_round: int | None = key(default=None, low=1)
-    allocation: str = key(default="static", choices=("static",))
+    allocation: str = key(default="static", choices=("static", "capacity"))
     local_work: str = key(default="fixed", choices=("fixed", "auto"))
     max_local_steps: int | None = key(default=None, low=2)
     training_share: float = key(default=GOOD_SHARE, above=0.0, below=1.0)
@@ -716,7 +737,15 @@ class JobSpec:
         secure = self.privacy.secure_aggregation
         if secure.enabled:
             return secure.threshold or len(self.sites)
-        return self.schedule.minimum_sites or self.cohort_size
+        return self.buffer_size or self.schedule.minimum_sites or self.cohort_size
+
+    @property
+    def buffer_size(self) -> int | None:
+        """Updates that make a model of a buffered run; None for other runs."""
+        schedule = self.schedule
+        if schedule.mode != "buffered":
+            return None
+        return schedule.buffer_size or (len(self.sites) + 1) // 2
 
     @property
     def continues_rounds(self) -> bool:

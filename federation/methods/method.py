@@ -56,6 +56,8 @@ class Thing(StrEnum):
     EXACT_ADAPTERS = "means of adapters' products"
     RANKS = "several ranks of one site"
     RELAYS = "relays"
+    BUFFERED = "buffered rounds"
+    CAPACITY = "work by capacity"
     PARTIAL_ROUNDS = "rounds of fewer than all sites"
     SAMPLES = "samples of the sites"
     MEAN = "the mean"

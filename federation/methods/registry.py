@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from federation.methods.adapter_ranks import FEWER_RANKS
+from federation.methods.buffered import BUFFERED
+from federation.methods.capacity import CAPACITY
 from federation.methods.combining import (
     CODECS_UP,
     DYNAMIC_WEIGHTS,
@@ -42,6 +44,7 @@ METHODS: tuple[Method, ...] = (
     *(FLOAT16, KEPT_OPTIMIZER, KEPT_ZEROS, FEWER_RANKS),
     *(PERSONAL, CLUSTERS, USERS_LOOP, FLOWER_APPS),
     *(RELAYS, SAMPLES, CODECS_UP, DYNAMIC_WEIGHTS, ROBUST),
+    *(BUFFERED, CAPACITY),
     *(BEST_MODEL, EARLY_STOPPING, EMA, SWA),
     *(SECURE, GROUPS, LEVELS, ELEMENT_BOUND),
     *(PRIVACY, RECORD, PERSON, JOINT, WHOLE_SITES, ADAPTIVE_CLIP, STANDARDISE),
@@ -62,4 +65,4 @@ def excluding(job: object, thing: str) -> Iterator[tuple[Method, str]]:
 
 def follows_counted(job: object) -> bool:
     """Whether tasks of a job must name the newest round whose update counted."""
-    return any(method.follows_counted for method in used_by(job))
+    return any(method.is_on(job) for method in METHODS if method.follows_counted)

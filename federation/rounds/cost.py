@@ -4,6 +4,7 @@ Pure functions. A speeds file states what a user knows or has measured of sites 
 lines, and what they pay; no price and no speed is assumed.
 """
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ _ENVELOPES, _IDLE_BYTES_PER_SECOND = 1.0, 14_000.0
 UNKNOWN = math.nan
 """A price that nobody knows: what follows from it is unknown, too."""
 _MOST_STEPS = 1 << 20
+_PLAYED = 1000  # Models of a buffered run that are played to find its pace.
 
 _GIGA = 1e9
 _HOUR = 3600
@@ -247,15 +249,39 @@ def site_seconds(
 
 
 def round_seconds(traffic: Traffic, round_index: int, speeds: Speeds) -> float:
-    """Seconds of a round that asks every site, and waits for the slowest."""
-    slowest, on_line = 0.0, _relay_seconds(traffic, round_index, speeds)
-    stated = by_site(speeds)
-    for name in (SiteId(site.name) for site in traffic.job.sites):
+    """Seconds of a round that asks every site, and waits for the slowest.
+
+    Of a buffered run, the mean time between two models.
+    """
+    on_line, found = _relay_seconds(traffic, round_index, speeds), list[float]()
+    stated, job = by_site(speeds), traffic.job
+    for name in (SiteId(site.name) for site in job.sites):
         took = site_seconds(traffic, name, round_index, speed_of(stated, name))
         relay = traffic.relay_of(name)
         beyond = on_line[relay.name] if relay else 0.0
-        slowest = max(slowest, sum(took.values()) + beyond)
-    return slowest + speeds.combine_seconds
+        found.append(sum(took.values()) + beyond)
+    seconds = max(found)
+    if job.buffer_size is not None and round_index <= job.rounds:
+        seconds = _between_models(found, job.buffer_size, min(job.rounds, _PLAYED))
+    return seconds + speeds.combine_seconds
+
+
+def _between_models(site_seconds: Sequence[float], size: int, models: int) -> float:
+    """Play a buffered run, in which a site waits after its answer for a new model.
+
+    Args:
+        site_seconds: What each site takes for an update.
+        size: Updates that make a model.
+        models: How many models to make.
+    """
+    busy, now = [(seconds, i) for i, seconds in enumerate(site_seconds)], 0.0
+    heapq.heapify(busy)
+    for _ in range(models):
+        waiting = [heapq.heappop(busy) for _ in range(size)]
+        now = waiting[-1][0]
+        for _, i in waiting:
+            heapq.heappush(busy, (now + site_seconds[i], i))
+    return now / models
 
 
 def _relay_seconds(

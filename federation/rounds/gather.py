@@ -6,7 +6,7 @@ every update; the gather of ``aggregator.secure_sum`` learns their sum and nothi
 Shape suffixes: d float values of the model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
@@ -208,6 +208,8 @@ class PlainGather:
     _dispatcher: Dispatcher = field(init=False)
     # Of each site the round of the newest model that it is known to have.
     _held: dict[SiteId, int] = field(init=False, default_factory=dict)
+    # Of each update of the round its weight, and the part of it that counts.
+    _shares: list[tuple[float, float]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         """Open the dispatcher."""
@@ -223,17 +225,35 @@ class PlainGather:
     def update(self, record: RoundRecord, out_d: Vector) -> Vector:
         """Train; see ``Gather``."""
         rule = self.rule_of(record.state.weights_d) if self.rule_of else self.combine
-        return rule(self._sound_updates(record), out_d)
+        self._shares.clear()
+        delta_d = rule(self._sound_updates(record), out_d)
+        if self.job.buffer_size is not None:
+            delta_d *= self._part_of_step()
+        return delta_d
+
+    def _part_of_step(self) -> np.float32:
+        """Find the part of the step of all sites that a buffer takes.
+
+        Each update counts as in a round of all N sites, 1/N of it, and less the older
+        the model is that it began with: the sum of a buffer is not divided by these
+        shares (arXiv:2106.06639, Algorithm 1).
+        """
+        whole = sum(weight for weight, _ in self._shares)
+        kept = sum(weight * share for weight, share in self._shares)
+        part = len(self._shares) / len(self.job.sites)
+        return np.float32(part * kept / whole if whole else 0.0)
 
     def evaluation(self, record: RoundRecord) -> None:
         """Evaluate; see ``Gather``."""
+        given_up = {(task.site, task.round_index) for task in self._dispatcher.open}
         self._dispatcher.withdraw()
         replies = exchange(
             self.grid,
             round_tasks(record, held=self._held),
             deadline_seconds=self.job.schedule.round_deadline_seconds,
         )
-        record.collect_evaluations(self._faultless(replies, record))
+        asked = _without(given_up, replies, record)
+        record.collect_evaluations(self._faultless(asked, record))
 
     def _faultless(
         self, replies: Iterable[Reply], record: RoundRecord
@@ -243,7 +263,8 @@ class PlainGather:
             message = reply.message
             # Another round may have had other steps: up to the most of the job.
             is_current = message.round_index == record.round_index
-            steps = record.steps if is_current else None
+            steps = record.steps_of.get(message.site, record.steps)
+            steps = steps if is_current else None
             if isinstance(message, SiteUpdate | SiteEvaluation) and (
                 fault := self.fault_of(message, steps)
             ):
@@ -268,6 +289,7 @@ class PlainGather:
                 rounds=job.rounds,
                 cohort=record.cohort,
                 open=self._dispatcher.open,
+                begin=record.clock.monotonic(),
             ),
             write=lambda sites: round_tasks(record, sites=sites, held=self._held),
             num_counted=lambda: verdicts.num_answered,
@@ -276,8 +298,10 @@ class PlainGather:
         sound = record.sound(self._faultless(replies, record), SiteUpdate)
         for parts in whole_sums(sound, record):
             try:
+                shares = [self._share(record, one) for one, _ in parts]
+                whole = [self.weight_of(one) for one, _ in parts]
                 weights = [
-                    self._share(record, one) * self.weight_of(one) for one, _ in parts
+                    share * one for share, one in zip(shares, whole, strict=True)
                 ]
             except InvalidUpdate as error:
                 revoke_all(parts, record, str(error))
@@ -289,6 +313,7 @@ class PlainGather:
                     revoke_all(parts, record, text, FailureKind.NOT_FINITE)
                 else:
                     self._count(record, parts, weights)
+                    self._shares += zip(whole, shares, strict=True)
             parts.clear()  # One update at a time: the next is about to land.
         if verdicts.num_answered < job.minimum_sites:
             raise QuorumNotMet(f"{verdicts.num_answered} of {job.minimum_sites} sites")
@@ -336,6 +361,19 @@ class PlainGather:
         return share
 
 
+def _without(
+    given_up: Collection[tuple[SiteId, int]],
+    replies: Iterable[Reply],
+    record: RoundRecord,
+) -> Iterator[Reply]:
+    """Drop answers to tasks that the run no longer needs: nobody has failed."""
+    for reply in replies:
+        if (reply.message.site, reply.message.round_index) in given_up:
+            record.sums.add_bytes(reply)
+        else:
+            yield reply
+
+
 def round_tasks(
     record: RoundRecord,
     *,
@@ -349,7 +387,7 @@ def round_tasks(
     ``secure`` gives what secure aggregation says to a site beside the model, ``held``
     the round of the model that it has, ``states`` the state that it begins with.
     """
-    state, change, steps = record.state, record.state.change, record.steps
+    state, change = record.state, record.state.change
     integers_m = state.integers_m.view()
     integers_m.flags.writeable = False
     trains = record.kind is TaskKind.TRAIN
@@ -391,6 +429,7 @@ def round_tasks(
         )
         for site in (record.cohort if sites is None else sites)
         for sent, begins in ((model(site), states.get(site, StateName(0, ""))),)
+        for steps in (record.steps_of.get(site, record.steps),)
     ]
 
 

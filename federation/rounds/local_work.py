@@ -13,16 +13,58 @@ from federation.errors import ProtocolError
 from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import RoundTask, TaskKind
 
+_MOST_TIMES = 4  # Without a limit in the job: times its local steps.
+
 
 def is_auto(job: JobSpec) -> bool:
     """Whether rounds have different numbers of local steps."""
     return job.schedule.local_work == "auto"
 
 
+def is_by_capacity(job: JobSpec) -> bool:
+    """Whether faster sites take more local steps in a round."""
+    return job.schedule.allocation == "capacity"
+
+
+def leaves_steps_open(job: JobSpec) -> bool:
+    """Whether each task says how many local steps it asks for."""
+    return is_auto(job) or is_by_capacity(job)
+
+
 def bounds(job: JobSpec) -> tuple[int, int]:
     """The fewest and the most local steps of a round of a checked job with steps."""
-    low = job.training.local_steps or 0
-    return low, job.schedule.max_local_steps or low
+    low, most = job.training.local_steps or 0, job.schedule.max_local_steps
+    if is_by_capacity(job):
+        return 1, most or _MOST_TIMES * low
+    return low, most or low
+
+
+def allocated(job: JobSpec, round_index: int, num_steps: int) -> range:
+    """Return the steps of a site that takes as many as its speed allows.
+
+    A round's steps begin at a multiple of the most that it may have: so no site takes
+    a step of the run twice, whatever other rounds asked for.
+    """
+    first = (round_index - 1) * bounds(job)[1]
+    return range(first, first + num_steps)
+
+
+def schedule_step(job: JobSpec, round_index: int, steps: range, number: int) -> int:
+    """Find a step's place in the schedule of the learning rate.
+
+    Sites that take more steps in a round go through the same part of the schedule.
+
+    Args:
+        job: A checked job.
+        round_index: The round, from 1.
+        steps: Those that the site takes in it, counted over the run from 0.
+        number: One of them.
+    """
+    if not is_by_capacity(job):
+        return number
+    each = job.training.local_steps or 0
+    done = (number - steps.start) * each // len(steps)
+    return (round_index - 1) * each + done
 
 
 def total_steps(job: JobSpec) -> int:
@@ -111,7 +153,7 @@ def check_task(job: JobSpec, task: RoundTask) -> None:
         ProtocolError: The task asks for other steps.
     """
     steps = task.steps
-    if not is_auto(job) or task.kind is not TaskKind.TRAIN:
+    if not leaves_steps_open(job) or task.kind is not TaskKind.TRAIN:
         if steps is not None:
             raise ProtocolError(
                 "was asked for a number of local steps that the job does not leave open"
@@ -120,8 +162,11 @@ def check_task(job: JobSpec, task: RoundTask) -> None:
     if steps is None:
         raise ProtocolError("received no number of local steps, which the job needs")
     low, high = bounds(job)
-    if not low <= len(steps) <= high or steps.stop > total_steps(job):
+    most = total_steps(job)
+    if is_by_capacity(job):
+        most = allocated(job, task.round_index, high).stop
+    if not low <= len(steps) <= high or steps.stop > most:
         raise ProtocolError(
             f"was asked for {len(steps)} local steps after {steps.start}; the job "
-            f"allows {low} to {high} in a round and {total_steps(job)} in the run"
+            f"allows {low} to {high} in a round and {most} in the run by then"
         )

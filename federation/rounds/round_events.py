@@ -64,6 +64,7 @@ class RoundEvents:
                 phases=plain.phases if plain else (),
                 spent=update.spent,
                 resources=plain.resources if plain else None,
+                staleness=self.round_index - 1 - plain.based_on if plain else 0,
             )
         )
 

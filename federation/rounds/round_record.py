@@ -28,7 +28,7 @@ from federation.messages import (
     TaskKind,
     join_anchors,
 )
-from federation.protocols import Clock, RunState
+from federation.protocols import Clock, RoundTime, RunState
 from federation.resources import CLOCK, UsageMeter
 from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_sums import RoundSums
@@ -70,6 +70,9 @@ class RoundRecord:
         status: How the round has ended; empty until then.
         counted: For each site whose update has a weight, the round of its task.
         steps: Local steps of the run that sites take; None for the job's number.
+        steps_of: Those of each site, if sites take different numbers of steps.
+        times: What each site's answer that counts took.
+        late: Sites that missed the deadline.
         is_usual: Whether it exchanges what most rounds do. Those that set up keys, or
             have no scale of the levels yet, take longer for as many steps.
     """
@@ -87,6 +90,9 @@ class RoundRecord:
     status: str = field(init=False, default="")
     counted: dict[SiteId, int] = field(init=False, default_factory=dict)
     steps: range | None = field(init=False, default=None)
+    steps_of: dict[SiteId, range] = field(init=False, default_factory=dict)
+    times: dict[SiteId, RoundTime] = field(init=False, default_factory=dict)
+    late: set[SiteId] = field(init=False, default_factory=set)
     is_usual: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
@@ -144,22 +150,33 @@ class RoundRecord:
             failure = self.verdicts.accept(message)
             self._note_leaving(failure or message)
             if failure is not None:
-                self.events.failed(failure, reply)
+                self._note_failure(failure, reply)
             elif isinstance(message, kind):
                 yield message, reply
             # The caller is done with this update: let its memory go before the
             # next one lands.
             del reply, message
         for failure in self.verdicts.close():
-            self.events.failed(failure, None)
+            self._note_failure(failure, None)
         self.sums.end_phase("exchange")
+
+    def _note_failure(self, failure: SiteFailure, reply: Reply | None) -> None:
+        if failure.kind is FailureKind.DEADLINE:
+            self.late.add(failure.site)
+        self.events.failed(failure, reply)
 
     def count(self, update: SiteUpdate, reply: Reply, weight: float) -> None:
         """Add the report of a sound update, which counts ``weight``."""
         if weight:
             self.counted[update.site] = update.round_index
-        self.sums.add_update(update)
-        self.sums.last_trained = _train_seconds(update)
+        self.sums.add_update(update, is_fresh=update.based_on == self.state.round_index)
+        self.sums.last_trained = trained = _train_seconds(update)
+        self.times[update.site] = RoundTime(
+            round_index=update.round_index,
+            num_steps=update.num_steps,
+            seconds=reply.answered_seconds - reply.asked_seconds,
+            train_seconds=trained,
+        )
         self.events.answered(update, reply, weight)
 
     def count_masked(self, update: MaskedUpdate, reply: Reply) -> None:

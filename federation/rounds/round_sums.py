@@ -89,12 +89,17 @@ class RoundSums:
         self.inside_down += reply.inside_down
         self.inside_up += reply.inside_up
 
-    def add_update(self, update: SiteUpdate) -> None:
-        """Add the report of a sound update, besides its vector."""
+    def add_update(self, update: SiteUpdate, *, is_fresh: bool) -> None:
+        """Add the report of a sound update, besides its vector.
+
+        Args:
+            update: Its counts are added, and its vector is not touched.
+            is_fresh: Whether the site evaluated the model that the round began with.
+        """
         self.add_spent(update.site, update.spent)
         if update.training is not None:
             self.training = _pool(self.training, update.training)
-        if update.evaluation is not None:
+        if update.evaluation is not None and is_fresh:
             self.evaluations[update.site] = update.evaluation
         if not update.integers_m.size:
             return

@@ -2,14 +2,16 @@
 
 A schedule is a pure policy: it sees which tasks are open and what has come back, and
 says what to do next. ``Dispatcher`` does it. The synchronous round of FedAvg is
-``Barrier``.
+``Barrier``; ``Buffered`` is FedBuff (Nguyen et al. 2022, arXiv:2106.06639).
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from federation.ids import SiteId, TaskId
+from federation.job.spec import JobSpec
 from federation.messages import Reply, RoundTask
 from federation.protocols import Grid
 
@@ -36,10 +38,12 @@ class Arrival:
 
     Attributes:
         counts: Whether the answer is a part of the next model.
+        seconds: When it came, on the monotonic clock.
     """
 
     task: OpenTask
     counts: bool
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +55,14 @@ class ScheduleView:
         rounds: How many the job has.
         cohort: Sites that may be sent work in this round.
         open: Tasks without an answer, also of rounds before.
+        begin: When the round began, on the monotonic clock.
     """
 
     round_index: int
     rounds: int
     cohort: Sequence[SiteId]
     open: Collection[OpenTask]
+    begin: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,13 @@ WAIT = Wait()
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Turn the counted answers into the next model; open tasks stay open."""
+    """Turn the counted answers into the next model.
+
+    Attributes:
+        gives_up: Whether open tasks are closed; else they stay open.
+    """
+
+    gives_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +100,12 @@ class Done:
 
 Action = Send | Wait | Apply | Done
 
+# Seconds: answers of equal sites differ by as much where a round takes no time.
+_LEAST_GRACE = 1.0
+
 
 class Schedule(Protocol):
-    """When to send and when to apply. Implementation: ``Barrier``."""
+    """When to send and when to apply. Implementations: ``Barrier``, ``Buffered``."""
 
     def next(self, state: ScheduleView, inbox: Sequence[Arrival], now: float) -> Action:
         """Decide; without memory and without effect.
@@ -111,21 +126,41 @@ class Schedule(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Barrier:
-    """Every site of the cohort trains on the newest model; a round waits for all."""
+    """Every site of the cohort trains on the newest model, and a round waits for all.
 
-    def next(
-        self,
-        state: ScheduleView,
-        inbox: Sequence[Arrival],
-        now: float,  # noqa: ARG002 -- the grid keeps deadlines
-    ) -> Action:
-        """Send once a round, wait while a task is open, apply."""
+    With a grace it waits for late sites only a while after the quorum: the adaptive
+    grace window of Decoupled DiLoCo (arXiv:2604.21428). The sites that answer set the
+    pace, so that one frozen site holds up no round for a whole deadline.
+
+    Attributes:
+        quorum: Answers after which the others are late.
+        grace: How much longer to wait for them, as a part of what the quorum took; None
+            to wait until the grid gives them up.
+    """
+
+    quorum: int = 0
+    grace: float | None = None
+
+    def next(self, state: ScheduleView, inbox: Sequence[Arrival], now: float) -> Action:
+        """Send once a round, wait while a task is open and the grace lasts, apply."""
         if state.round_index > state.rounds:
             return Done()
         if state.open:
-            return WAIT
+            until = self._until(state, inbox)
+            if until is None or now < until:
+                return Wait(until)
+            return Apply(gives_up=True)
         return Apply() if inbox or not state.cohort else Send(state.cohort)
+
+    def _until(self, state: ScheduleView, inbox: Sequence[Arrival]) -> float | None:
+        """When the grace ends; None as long as too few answers count."""
+        counted = [arrival.seconds for arrival in inbox if arrival.counts]
+        if self.grace is None or len(counted) < self.quorum:
+            return None
+        reached = counted[self.quorum - 1]
+        return reached + max(_LEAST_GRACE, self.grace * (reached - state.begin))
 
     def share(self, staleness: int) -> float:
         """Ignore answers that are based on an older model."""
@@ -133,6 +168,52 @@ class Barrier:
 
 
 BARRIER = Barrier()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffered:
+    """Applies as soon as some answers count, and sends each model to who is idle.
+
+    Algorithm 1 of arXiv:2106.06639, with all sites at work. A site trains on one model
+    at most once, so it waits only if it is so fast that no new model is there yet.
+
+    Attributes:
+        size: K, the answers that make a model.
+        max_staleness: The most models that may be newer than the one that an answer is
+            based on.
+    """
+
+    size: int
+    max_staleness: int
+
+    def next(
+        self,
+        state: ScheduleView,
+        inbox: Sequence[Arrival],
+        now: float,  # noqa: ARG002 -- the grid keeps deadlines
+    ) -> Action:
+        """Apply a full buffer; else send to idle sites; else wait."""
+        if state.round_index > state.rounds:
+            return Done()
+        if sum(arrival.counts for arrival in inbox) >= self.size:
+            return Apply()
+        busy = {task.site for task in state.open}
+        busy |= {arrival.task.site for arrival in inbox}
+        idle = [site for site in state.cohort if site not in busy]
+        if idle:
+            return Send(idle)
+        return WAIT if state.open else Apply()
+
+    def share(self, staleness: int) -> float:
+        """Weigh an answer by the root of its age: section 5.2 of arXiv:2106.06639."""
+        return 0.0 if staleness > self.max_staleness else (1.0 + staleness) ** -0.5
+
+
+def schedule_of(job: JobSpec) -> Schedule:
+    """Return the schedule that a job asks for."""
+    if job.buffer_size is None:
+        return Barrier(quorum=job.minimum_sites, grace=job.schedule.grace)
+    return Buffered(size=job.buffer_size, max_staleness=job.schedule.max_staleness)
 
 
 class Dispatcher:
@@ -174,26 +255,32 @@ class Dispatcher:
                 if isinstance(action, Send):
                     self._send(write(action.sites))
                 elif isinstance(action, Wait):
-                    until = action.until
-                    replies = self._grid.receive(
-                        None if until is None else max(0.0, until - now())
-                    )
-                    if not replies and until is None:
-                        # The grid has nothing more for them.
-                        inbox += [Arrival(task, counts=False) for task in self.open]
-                        self.withdraw()
+                    replies = self._received(action.until, inbox, now)
                     while replies:
                         before = num_counted()
                         task = self._open.pop(replies[0].task_id, None)
                         yield replies.popleft()  # Only the receiver holds it now.
                         if task is not None:
                             counts = num_counted() > before
-                            inbox.append(Arrival(task, counts=counts))
+                            inbox.append(Arrival(task, counts, now()))
                 else:
+                    if isinstance(action, Apply) and action.gives_up:
+                        self.withdraw()
                     return
         except BaseException:
             self.withdraw()
             raise
+
+    def _received(
+        self, until: float | None, inbox: list[Arrival], now: Callable[[], float]
+    ) -> deque[Reply]:
+        """Wait for replies; close all tasks if the grid has nothing more for them."""
+        left = None if until is None else max(0.0, until - now())
+        replies = self._grid.receive(left)
+        if not replies and until is None:
+            inbox += [Arrival(task, counts=False) for task in self.open]
+            self.withdraw()
+        return replies
 
     def _send(self, tasks: Sequence[RoundTask]) -> None:
         ids = self._grid.send(tasks, deadline_seconds=self._deadline_seconds)

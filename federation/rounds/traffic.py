@@ -12,13 +12,14 @@ All of it is for a run in which every site answers every task, from its first ro
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from federation.compression.apart import fitted
 from federation.compression.codec import Codec, Links
 from federation.ids import RunId, SiteId
-from federation.job.adapter_ranks import links_of
+from federation.job.adapter_ranks import links_of, ranks_of
 from federation.job.kept_state import keepers
 from federation.job.metrics import Metric, metrics_of, reported_of
 from federation.job.spec import JobSpec, RelaySpec, TrainingSpec
@@ -43,10 +44,12 @@ from federation.methods.registry import follows_counted
 from federation.resources import CLOCK, PROCESS
 from federation.rounds.local_work import (
     accumulate_in,
+    allocated,
     bounds,
     fewest_rounds,
     in_round,
-    is_auto,
+    is_by_capacity,
+    leaves_steps_open,
     total_steps,
 )
 from federation.vectors import Layout
@@ -153,6 +156,9 @@ class Traffic:
     _shares: dict[tuple[str, int, TaskKind], Mapping[SiteId, tuple[Span, Span]]] = (
         field(default_factory=dict, init=False, repr=False, compare=False)
     )
+    _alike: dict[tuple[int, SiteFacts, int | None, int], Sequence[Leg]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def legs(self, site: SiteId, round_index: int) -> Sequence[Leg]:
         """Every exchange with a site that a round asks, on the aggregator's line.
@@ -173,9 +179,21 @@ class Traffic:
     def _legs(
         self, site: SiteId, round_index: int, relay: RelaySpec | None
     ) -> Sequence[Leg]:
-        job, secure = self.job, self.secure
+        job = self.job
         if round_index > job.rounds and job.evaluation.every == 0:
             return ()
+        if relay is not None:
+            return self._exchanges(site, round_index, relay)
+        # A message differs by its site's data, ranks and the length of its name.
+        key = len(site), self.facts[site], self._ranks.get(site), round_index
+        if key not in self._alike:
+            self._alike[key] = self._exchanges(site, round_index, None)
+        return self._alike[key]
+
+    def _exchanges(
+        self, site: SiteId, round_index: int, relay: RelaySpec | None
+    ) -> Sequence[Leg]:
+        job, secure = self.job, self.secure
         kind = TaskKind.TRAIN if round_index <= job.rounds else TaskKind.EVALUATE
         if relay is None:
             down = _span(self._tasks(site, round_index, kind))
@@ -256,16 +274,22 @@ class Traffic:
     def of_round(self, round_index: int) -> tuple[Span, Span]:
         """Bytes of a round, down and up.
 
-        If it draws its sites, from the cheapest draw to the most expensive.
+        If not all sites take part in it, from the cheapest choice to the most
+        expensive.
         """
         job = self.job
         is_last = round_index > job.rounds
-        count = len(job.sites) if is_last else job.cohort_size
+        count = len(job.sites) if is_last else self._num_trained
         legs = [self.legs(SiteId(site.name), round_index) for site in job.sites]
         return (
             _draw(count, [sum((leg.down for leg in each), Span()) for each in legs]),
             _draw(count, [sum((leg.up for leg in each), Span()) for each in legs]),
         )
+
+    @property
+    def _num_trained(self) -> int:
+        """Sites whose answers a round waits for."""
+        return self.job.buffer_size or self.job.cohort_size
 
     def of_run(self) -> tuple[Span, Span]:
         """Bytes of all rounds and of the final evaluation, down and up."""
@@ -315,7 +339,15 @@ class Traffic:
         every = self.job.evaluation.every
         return every > 0 and (round_index - 1) % every == 0
 
-    @property
+    @cached_property
+    def _ranks(self) -> Mapping[SiteId, int]:
+        return ranks_of(self.job)
+
+    @cached_property
+    def _follows_counted(self) -> bool:
+        return follows_counted(self.job)
+
+    @cached_property
     def _links(self) -> Links:
         return fitted(self.job.communication.links, self.layout)
 
@@ -325,7 +357,7 @@ class Traffic:
 
     @property
     def _asks_all(self) -> bool:
-        return self.job.cohort_size == len(self.job.sites)
+        return self._num_trained == len(self.job.sites)
 
     @property
     def _is_private(self) -> bool:
@@ -348,10 +380,14 @@ class Traffic:
         self, site: SiteId, index: int, kind: TaskKind, end: int, *, changed: bool
     ) -> RoundTask:
         links, trains = self._links, kind is TaskKind.TRAIN
-        told = links.feedback > 0 or follows_counted(self.job)
+        told = links.feedback > 0 or self._follows_counted
         settles = told and trains and (end == 1 or self._asks_all)
         charges = end * self._is_private * (index - 1)
-        steps = self._steps(index, end) if trains and is_auto(self.job) else range(0)
+        steps = (
+            self._steps(index, end)
+            if trains and leaves_steps_open(self.job)
+            else range(0)
+        )
         secure = 0 if self.secure is None else self.secure.task(index, kind)
         begins = secure and index > 1 and keepers(self.job, self.layout, trains=trains)
         return RoundTask(
@@ -378,6 +414,8 @@ class Traffic:
     def _steps(self, index: int, end: int) -> range:
         """Local steps of a round that is free to choose them: in few or many digits."""
         low, high = bounds(self.job)
+        if is_by_capacity(self.job):
+            return allocated(self.job, index, high if end else low)
         if not end:
             return range(min(1, index - 1), low + min(1, index - 1))
         before = total_steps(self.job) - low if index > 1 else 0

@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 from support import toy
-from support.buffered import Buffered
 from support.scripted_grid import ScriptedGrid, reply_to
 
-from federation.events import RoundFinished, SiteFailed
+from federation.events import RoundFinished, SiteAnswered, SiteFailed
 from federation.ids import SiteId, TaskId
 from federation.messages import (
     Reply,
@@ -28,14 +28,18 @@ from federation.rounds.coordinator import run_federation
 from federation.rounds.gather import PlainGather
 from federation.rounds.schedule import (
     BARRIER,
+    Action,
     Apply,
     Arrival,
+    Barrier,
+    Buffered,
     Done,
     OpenTask,
     Schedule,
     ScheduleView,
     Send,
     Wait,
+    schedule_of,
 )
 
 A, B, C = toy.SITES
@@ -43,8 +47,8 @@ ROUNDS = 2
 
 SCHEDULES = [
     pytest.param(BARRIER, id="barrier"),
-    pytest.param(Buffered(size=1), id="buffered-1"),
-    pytest.param(Buffered(size=2, most_stale=1), id="buffered-2"),
+    pytest.param(Buffered(size=1, max_staleness=10), id="buffered-1"),
+    pytest.param(Buffered(size=2, max_staleness=1), id="buffered-2"),
 ]
 
 
@@ -125,6 +129,27 @@ def test_barrier_counts_the_newest_model_alone():
     assert BARRIER.share(1) == 0.0
 
 
+def test_barrier_gives_late_sites_up_some_time_after_the_quorum():
+    """The grace is a part of what the quorum took, at least a second."""
+    graceful = Barrier(quorum=2, grace=0.5)
+    first, second, late = (OpenTask(site, 1, 0, 0) for site in toy.SITES)
+
+    def at(now: float, *counted: tuple[OpenTask, bool, float]) -> Action:
+        inbox = [Arrival(*one) for one in counted]
+        view = ScheduleView(
+            round_index=1, rounds=2, cohort=toy.SITES, open=[late], begin=100.0
+        )
+        return graceful.next(view, inbox, now)
+
+    one, two = (first, True, 104.0), (second, True, 110.0)
+    assert at(1e9, one) == Wait()
+    assert at(1e9, one, (second, False, 110.0)) == Wait()
+    assert at(114.9, one, two) == Wait(115.0)
+    assert at(115.0, one, two) == Apply(gives_up=True)
+    quick = (first, True, 100.1), (second, True, 100.2)
+    assert at(101.0, *quick) == Wait(pytest.approx(101.2))
+
+
 SECONDS = {A: 1.0, B: 1.0, C: 2.5}
 
 
@@ -203,7 +228,7 @@ def test_coordinator_runs_every_schedule(schedule: Schedule):
 def test_buffered_run_does_not_wait_for_the_slowest():
     """Its answer counts two models later, and nobody is said to have failed."""
     seen: list[tuple[SiteId, float]] = []
-    run, grid, _ = run_of(Buffered(size=2), 4, seen)
+    run, grid, _ = run_of(Buffered(size=2, max_staleness=10), 4, seen)
     assert (C, 0) in seen
     assert seen.index((C, 0)) > seen.index((A, 1))
     assert not run.told(SiteFailed)
@@ -214,7 +239,27 @@ def test_buffered_run_does_not_wait_for_the_slowest():
 def test_buffered_run_refuses_what_is_too_old():
     """The policy decides what is late."""
     seen: list[tuple[SiteId, float]] = []
-    run, _, _ = run_of(Buffered(size=2, most_stale=0), 4, seen)
+    run, _, _ = run_of(Buffered(size=2, max_staleness=0), 4, seen)
     assert (C, 0) not in seen
     assert {f.site for f in run.told(SiteFailed)} == {C}
     assert "too old" in run.told(SiteFailed)[0].message
+
+
+def test_update_of_a_buffer_counts_as_in_a_round_of_all_and_less_if_it_is_stale():
+    """All updates are alike, so the length of the way shows what each counted."""
+    changes = {"rounds": 5, "schedule": {"mode": "buffered", "buffer_size": 2}}
+    run = toy.Toy(job=toy.job(changes))
+    gather = PlainGather(
+        run.job,
+        grid=Pacing(),
+        weight_of=lambda _: 1.0,
+        combine=toy.combine_rule(run.job.aggregation),
+        schedule=schedule_of(run.job),
+    )
+    before_d = toy.initial_state(run.job).weights_d
+    state = run_federation(run.job, replace(run.parts(Pacing()), gather=gather))
+    answers = run.told(SiteAnswered)
+    assert {a.staleness for a in answers} > {0}
+    ways = sum((1 + a.staleness) ** -0.5 / len(toy.SITES) for a in answers)
+    way_d = toy.update().delta_d * np.float32(ways)
+    np.testing.assert_allclose(state.weights_d - before_d, way_d, rtol=1e-5)

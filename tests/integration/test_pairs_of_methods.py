@@ -38,6 +38,7 @@ NOT_HERE = {
     *(Thing.FLOWER_APPS, Thing.GROUPS, "noise for persons", "noised statistics"),
     *(Thing.PRIVACY, "an adaptive clip norm", "an equal average of models"),
     *("early stopping", Thing.ELEMENT_BOUND),
+    Thing.BUFFERED,  # A resumed run has lost the tasks that were open.
 }
 ON: Mapping[str, Mapping[str, Any]] = {
     Thing.PROXIMAL: {"training": {"proximal_mu": 0.1}},
@@ -58,6 +59,7 @@ ON: Mapping[str, Mapping[str, Any]] = {
         "schedule": {"minimum_sites": 1},
     },
     Thing.SAMPLES: {"schedule": {"sites_per_round": 2, "minimum_sites": 1}},
+    Thing.CAPACITY: {"schedule": {"allocation": "capacity"}},
     Thing.CODECS_UP: {"communication": {"codec": {"name": "top_k", "fraction": 0.5}}},
     Thing.CLIPPED_STEPS: {"training": {"clip_grad_norm": 0.5}},
     Thing.DYNAMIC_WEIGHTS: {"aggregation": {"weights": "dynamic"}},

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import runpy
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -167,3 +168,15 @@ def test_a_finished_row_is_not_run_again(
     }
     assert {row["seed"] for row in seeds} == {1}
     assert all(row["loss"] != best[row["row"]]["loss"] for row in seeds)
+
+
+def test_study_of_unequal_sites_compares_equal_work():
+    script = REPOSITORY / "studies" / "unequal_sites" / "study.py"
+    study = runpy.run_path(str(script))
+    case = study["Case"]((1, 1, 2, 4), study["ALIKE"], leaves=False)
+    lines = list(study["rows"]({"1:1:2:4": case}, rounds=2, seeds=1))
+    cells = [line.strip("| ").split(" | ") for line in lines[2:]]
+    assert [row[1] for row in cells] == [*study["WAYS"]]
+    assert {int(row[6]) for row in cells[:5]} == {2 * 4 * study["STEPS"]}
+    times = {row[1]: float(row[2]) for row in cells}
+    assert times["capacity"] < times["static"] == 1.0

@@ -48,7 +48,6 @@ def test_every_key_of_the_job_is_listed(reference: ModuleType):
     """A key stands in its table with its documentation."""
     page = next(t for p, t in reference.pages().items() if p.name == "job-file.md")
     assert "| `round_deadline_seconds` | number above 0 | `600.0` |" in page
-    assert "allocation" not in page  # It has one value, which is the default.
 
 
 def test_the_first_job_of_the_reference_is_one(reference: ModuleType):

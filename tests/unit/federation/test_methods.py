@@ -116,6 +116,11 @@ ON: dict[str, dict[str, Any]] = {
         "evaluation": {"every": 0},
     },
     "noised statistics": private("record", standardise={"low": [0.0], "high": [1.0]}),
+    Thing.BUFFERED: {"schedule": {"mode": "buffered"}},
+    Thing.CAPACITY: {
+        "schedule": {"allocation": "capacity"},
+        "training": {"local_epochs": None, "local_steps": 2},
+    },
 }
 # What asks for each thing that follows from the job alone.
 ASKS: dict[str, dict[str, Any]] = ON | {
@@ -300,6 +305,8 @@ def test_keys_without_effect_are_refused():
         "training.overlap_mix": training(overlap_mix=0.3),
         "schedule.max_local_steps": {"schedule": {"max_local_steps": 9}},
         "schedule.training_share": {"schedule": {"training_share": 0.5}},
+        "schedule.buffer_size": {"schedule": {"buffer_size": 2}},
+        "schedule.max_staleness": {"schedule": {"max_staleness": 2}},
     }
     dp, secure_sum = "privacy.differential_privacy", "privacy.secure_aggregation"
     private_keys: dict[str, Any] = {
@@ -349,6 +356,11 @@ def test_keys_without_effect_are_refused():
     ignored = {key: (ON[Thing.TRAINER], asks) for key, asks in trainer.items()} | {
         f"{secure_sum}.threshold": (ON[Thing.GROUPS], secure(threshold=9)),
         f"{secure_sum}.clip_norm": (ON[Thing.WHOLE_SITES], secure(clip_norm=1.0)),
+        "schedule.minimum_sites": (
+            ON[Thing.BUFFERED],
+            {"schedule": {"minimum_sites": 2}},
+        ),
+        "schedule.grace": (ON[Thing.BUFFERED], {"schedule": {"grace": 0.5}}),
     }
     assert {key for method in METHODS for key in method.ignores} == ignored.keys()
     for key, both in ignored.items():

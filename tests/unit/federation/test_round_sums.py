@@ -42,7 +42,9 @@ def test_metrics_are_pooled_over_sites():
     """Training as a sum; evaluations by site, and as a sum when it is asked for."""
     sums = opened()
     for site in (SITE, OTHER):
-        sums.add_update(toy.update(site, training=RESULT, evaluation=RESULT))
+        sums.add_update(
+            toy.update(site, training=RESULT, evaluation=RESULT), is_fresh=True
+        )
     assert sums.training == RESULT + RESULT
     assert sums.evaluations == {SITE: RESULT, OTHER: RESULT}
     assert sums.pooled_evaluation() == RESULT + RESULT
@@ -72,7 +74,8 @@ def test_integers_are_the_largest_where_the_role_says_so():
     sums, before_m = opened(), np.array([1, 1], dtype=np.int64)
     assert sums.combined_integers(before_m, toy.LAYOUT) is before_m
     for values in ([2, 9], [7, 3]):
-        sums.add_update(toy.update(integers_m=np.array(values, dtype=np.int64)))
+        update = toy.update(integers_m=np.array(values, dtype=np.int64))
+        sums.add_update(update, is_fresh=True)
     is_max_m = toy.LAYOUT.integer_mask(Role.MAX)
     expected_m = np.where(is_max_m, [7, 9], [1, 1])
     assert is_max_m.any()
@@ -83,8 +86,8 @@ def test_integers_are_the_largest_where_the_role_says_so():
 def test_update_is_not_written_to():
     """The largest integers are kept in memory of their own."""
     sums, first = opened(), toy.update()
-    sums.add_update(first)
-    sums.add_update(replace(first, integers_m=first.integers_m + 1))
+    sums.add_update(first, is_fresh=True)
+    sums.add_update(replace(first, integers_m=first.integers_m + 1), is_fresh=False)
     assert not first.integers_m.any()
 
 

@@ -1,0 +1,128 @@
+"""More local steps at faster sites, so that all end a round together.
+
+With ``schedule.allocation = "capacity"`` site ``i``, which takes ``b_i`` seconds a step
+and waits ``a_i`` seconds for messages, takes ``n_i`` steps so that for one ``T``::
+
+    a_i + b_i n_i = T        sum_i n_i = N training.local_steps
+
+within the bounds of the job. Sites scale their updates to ``training.local_steps``
+(FedNova: Wang et al. 2020, arXiv:2007.07481), so that the fast ones do not pull the
+model to themselves.
+
+Each answer shows both numbers; of the newest three the median counts. One slow round
+changes nothing, and a site whose speed has changed is known after two. A site that
+misses the deadline shows no number: it is taken to be twice as slow as that, so that it
+gets fewer steps until it is in time.
+
+Shape suffix: s sites of a round.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from aggregator.methods.chosen_steps import Pace, pace_of
+from federation.ids import SiteId
+from federation.job.spec import JobSpec
+from federation.protocols import RoundTime, RunState
+from federation.rounds.guest import ServerGuest
+from federation.rounds.local_work import allocated, bounds, is_by_capacity
+from federation.rounds.round_record import RoundRecord
+
+_WINDOW = 3  # Rounds of a site whose times count.
+_HALVINGS = 60  # Of the interval in which T lies: float64 has 53 bits.
+_FASTEST = 1e-9  # Seconds of a step: a site may claim to take next to none.
+_LATE = 2.0  # Times the deadline that a site is taken to need which missed it.
+
+
+class Capacity(ServerGuest):
+    """Gives each site of a round its steps, and notes what they took."""
+
+    def before_round_(self, record: RoundRecord) -> None:
+        """Choose the steps of each site."""
+        paces = {
+            site: found
+            for site in record.cohort
+            if (found := _pace(record.state.site_times.get(site, ()))) is not None
+        }
+        for site, num_steps in allocate(self.job, record.cohort, paces).items():
+            record.steps_of[site] = allocated(self.job, record.round_index, num_steps)
+
+    def after_round(self, new_state: RunState, record: RoundRecord) -> RunState:
+        """Note what the steps of each site took; see ``ServerGuest``."""
+        found = {site: time for site, time in record.times.items() if time.num_steps}
+        waited = record.clock.monotonic() - record.sums.start
+        for site in record.late & record.steps_of.keys():
+            found[site] = RoundTime(
+                round_index=record.round_index,
+                num_steps=len(record.steps_of[site]),
+                seconds=_LATE * waited,
+                train_seconds=_LATE * waited,
+            )
+        before = record.state.site_times
+        newest = {
+            site: (*before.get(site, ()), _within(time))[-_WINDOW:]
+            for site, time in found.items()
+        }
+        return replace(new_state, site_times={**before, **newest})
+
+
+def begin(job: JobSpec) -> ServerGuest | None:
+    """Begin a run whose faster sites take more steps."""
+    return Capacity(job) if is_by_capacity(job) else None
+
+
+def _within(time: RoundTime) -> RoundTime:
+    """A site may claim to have trained for any time: no longer than it took."""
+    trained = time.train_seconds
+    if trained is None or 0 < trained <= time.seconds:
+        return time
+    return replace(time, train_seconds=time.seconds)
+
+
+def _pace(times: Sequence[RoundTime]) -> Pace | None:
+    """What steps and waiting take at a site; None before its first answer."""
+    found = pace_of(times, overlap_steps=0)
+    if found is None and times:  # Without its own word, if all rounds are as long.
+        return Pace(median(time.seconds / time.num_steps for time in times), 0.0)
+    return found
+
+
+def allocate(
+    job: JobSpec, cohort: Sequence[SiteId], paces: Mapping[SiteId, Pace]
+) -> Mapping[SiteId, int]:
+    """Choose the local steps of each site of a round.
+
+    Args:
+        job: Sets their mean and their bounds.
+        cohort: The sites.
+        paces: What is known of them; others count as fast as the median.
+
+    Returns:
+        Steps by site. Their sum is that of equal work, unless bounds forbid it.
+    """
+    each = job.training.local_steps or 0
+    if not paces:
+        return dict.fromkeys(cohort, each)
+    usual = Pace(
+        median(pace.step_seconds for pace in paces.values()),
+        median(pace.waiting_seconds for pace in paces.values()),
+    )
+    known = [paces.get(site, usual) for site in cohort]
+    waiting_s = np.array([pace.waiting_seconds for pace in known])
+    step_s = np.array([max(pace.step_seconds, _FASTEST) for pace in known])
+    low, high = bounds(job)
+    total, begin = each * len(cohort), 0.0
+    end = float(np.max(waiting_s + high * step_s))
+    for _ in range(_HALVINGS):
+        middle = (begin + end) / 2
+        wanted_s = ((middle - waiting_s) / step_s).clip(low, high)
+        begin, end = (middle, end) if wanted_s.sum() < total else (begin, middle)
+    wanted_s = ((end - waiting_s) / step_s).clip(low, high)
+    found_s = np.floor(wanted_s).astype(np.int64)
+    # What rounding down has left goes to those that lost most by it.
+    left = min(total, round(float(wanted_s.sum()))) - int(found_s.sum())
+    found_s[np.argsort(found_s - wanted_s, kind="stable")[: max(0, left)]] += 1
+    return dict(zip(cohort, found_s.tolist(), strict=True))

@@ -1,0 +1,30 @@
+"""More local steps at faster sites; see ``aggregator.methods.capacity``."""
+
+from federation.methods.method import Method, Thing
+
+CAPACITY = Method(
+    name=Thing.CAPACITY,
+    key="schedule.allocation",
+    on=("capacity",),
+    always_decides=True,
+    parts=("schedule.max_local_steps",),
+    instead='use "static"',
+    excludes={
+        "it gives sites numbers of steps: use training.local_steps": Thing.EPOCHS,
+        "the steps of every round are planned and charged before the run, so they "
+        "cannot follow the sites' speed": Thing.PRIVACY,
+        "secure aggregation hides which site took how long to train, and all sites of "
+        "a sum sign one task": Thing.SECURE,
+        "both choose the steps of a round": Thing.CHOSEN_STEPS,
+        "the batches before a round must be known": Thing.LARGER_STEPS,
+        "updates are scaled to training.local_steps already": Thing.NORMALIZED,
+        "the proximal term shrinks earlier steps": Thing.PROXIMAL,
+        "something else decides how many steps a round takes": (
+            *(Thing.OVERLAP, Thing.TRAINER, Thing.FLOWER_APPS),
+        ),
+        "a relay waits for all its sites, and sends one sum": Thing.RELAYS,
+        "what sites keep of a round is for as many steps at all of them": (
+            *("control variates", "FedDyn"),
+        ),
+    },
+)

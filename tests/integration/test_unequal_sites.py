@@ -1,0 +1,266 @@
+"""Jobs for sites of different speed, in virtual time and in threads."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import toy
+from support.small_jobs import small_job
+from support.without_report import simulate
+
+from federation.events import (
+    Event,
+    ModelEvaluated,
+    RoundFinished,
+    RunFinished,
+    SiteAnswered,
+    SiteFailed,
+)
+from federation.job.spec import JobSpec
+
+pytestmark = pytest.mark.slow
+
+SITES = [f"site-{i}" for i in range(4)]
+RATES = dict(zip(SITES, (25.0, 100.0, 100.0, 50.0), strict=True))
+BUFFERED = {"schedule": {"mode": "buffered", "buffer_size": 2}}
+
+
+def job_of(*tables: dict[str, Any]) -> JobSpec:
+    base: dict[str, Any] = {
+        "rounds": 12,
+        "model": {
+            "factory": "clients.models:logistic_regression",
+            "options": {"inputs": 4, "classes": 3},
+        },
+        "training": {"local_steps": 3, "batch_size": 8, "optimizer": {"lr": 0.1}},
+        "simulation": {
+            "machines": [
+                {"site": site, "examples_per_second": rate}
+                for site, rate in RATES.items()
+            ]
+        },
+    }
+    for each in tables:
+        base = toy.merged(base, each)
+    return small_job(num_sites=len(SITES), **base)
+
+
+def told(job: JobSpec, **how: Any) -> list[Event]:
+    events: list[Event] = []
+    simulate(job, listeners=[events.append], **{"engine": "virtual", **how})
+    return events
+
+
+def of(kind: type[Any], events: Sequence[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def test_twice_as_many_models_take_half_the_time_of_rounds_that_wait():
+    waits = told(job_of())
+    goes_on = told(job_of({"rounds": 24}, BUFFERED))
+    assert len(of(SiteAnswered, waits)) == len(of(SiteAnswered, goes_on)) == 48
+    (slow,), (fast,) = of(RunFinished, waits), of(RunFinished, goes_on)
+    assert fast.seconds < 0.5 * slow.seconds
+    counts = Counter(event.site for event in of(SiteAnswered, goes_on))
+    assert counts["site-1"] > 2 * counts["site-0"] > 0
+
+
+def test_buffer_of_all_sites_is_a_round():
+    """Each update counts as in a round of all sites, whatever the buffer's size."""
+    alike = {
+        "simulation": {
+            "machines": [{"site": site, "examples_per_second": 50.0} for site in SITES]
+        }
+    }
+    whole = {"schedule": {"mode": "buffered", "buffer_size": len(SITES)}}
+    rounds, buffers = (
+        simulate(job_of(alike, *more), engine="virtual").weights
+        for more in ((), (whole,))
+    )
+    for name, values in rounds.items():
+        np.testing.assert_array_equal(values, buffers[name])
+
+
+def test_buffer_of_one_takes_its_part_of_the_step():
+    """The first model of four sites that are alike goes a quarter of the way."""
+    one_step = {"rounds": 1, "training": {"local_steps": 1}}
+    small = {"schedule": {"mode": "buffered", "buffer_size": 1}}
+    norms = [
+        of(RoundFinished, told(job_of(one_step, *more)))[0].update_norm
+        for more in ((), (small,))
+    ]
+    assert 0 < norms[1] < 0.5 * norms[0]
+
+
+def test_two_runs_have_the_same_events():
+    job = job_of(BUFFERED)
+    one, other = (
+        [event for event in told(job) if isinstance(event, SiteAnswered)]
+        for _ in range(2)
+    )
+    assert one == other
+
+
+def test_staleness_is_told_and_lowers_the_weight():
+    answers = of(SiteAnswered, told(job_of({"rounds": 24}, BUFFERED)))
+    whole = {a.site: a.weight for a in answers if not a.staleness}
+    stale = [a for a in answers if a.staleness]
+    assert {a.site for a in stale} >= {"site-0"}
+    for answer in stale:
+        expected = whole.get(answer.site)
+        if expected is not None:
+            assert answer.weight == pytest.approx(
+                expected / (1 + answer.staleness) ** 0.5
+            )
+
+
+def test_only_sites_that_have_the_newest_model_say_how_good_it_is():
+    events = told(job_of({"rounds": 24}, BUFFERED))
+    for index, event in enumerate(events):
+        if isinstance(event, RoundFinished):
+            fresh = {
+                one.site
+                for one in of(SiteAnswered, events)
+                if one.round_index == event.round_index and not one.staleness
+            }
+            said = [e for e in events[index - 1 : index] if type(e) is ModelEvaluated]
+            assert {site for e in said for site in e.sites} == (
+                fresh if said else set()
+            )
+            assert bool(said) == bool(fresh)
+
+
+def test_site_that_is_frozen_for_a_minute_costs_the_others_nothing():
+    frozen = {"site": "site-3", "kind": "hang", "seconds": 60.0, "rounds": [1]}
+    events = told(
+        job_of({"rounds": 24}, BUFFERED, {"simulation": {"faults": [frozen]}})
+    )
+    (end,) = of(RunFinished, events)
+    (whole,) = of(RunFinished, told(job_of({"rounds": 24}, BUFFERED)))
+    # The other three have 9 of 11 parts of the speed.
+    assert end.seconds < 1.3 * whole.seconds + 60
+    last = max(one.at for one in of(SiteAnswered, events))
+    assert last < 1.3 * whole.seconds
+    assert not of(SiteFailed, events)
+
+
+def test_stopped_run_counts_no_update_twice(tmp_path: Path):
+    job, rounds = job_of(BUFFERED), 0
+
+    def count(event: Event) -> None:
+        nonlocal rounds
+        rounds += isinstance(event, RoundFinished)
+
+    folder = tmp_path / "run"
+    first = told_by(job, folder, count, stop=lambda: rounds >= 5)
+    second = told_by(job, folder, count, resume=True)
+    answers = of(SiteAnswered, [*first, *second])
+    assert len(answers) == 24
+    began = [(a.site, a.round_index - a.staleness) for a in answers]
+    assert len(set(began)) == len(began)
+    assert [e.round_index for e in of(RoundFinished, [*first, *second])] == [
+        *range(1, 13)
+    ]
+
+
+def told_by(
+    job: JobSpec, folder: Path, count: Any, *, stop: Any = None, resume: bool = False
+) -> list[Event]:
+    events: list[Event] = []
+    simulate(
+        job,
+        engine="virtual",
+        folder=folder,
+        resume=resume,
+        listeners=[events.append, count],
+        **({} if stop is None else {"stop_requested": stop}),
+    )
+    return events
+
+
+def test_threads_of_one_process_can_do_it_too():
+    events = told(job_of(BUFFERED), engine="inproc")
+    assert of(RunFinished, events)[0].status == "completed"
+    assert len(of(SiteAnswered, events)) == 24
+
+
+@pytest.mark.parametrize(
+    "quorum",
+    [
+        {"schedule": {"minimum_sites": 3}},
+        {
+            "privacy": {"secure_aggregation": {"enabled": True, "threshold": 3}},
+            "aggregation": {"weights": "uniform"},
+        },
+    ],
+    ids=["in the clear", "in secret"],
+)
+def test_round_waits_for_a_late_site_only_as_long_as_the_grace(quorum: dict[str, Any]):
+    hang = {"site": "site-3", "kind": "hang", "seconds": 300.0, "rounds": [3]}
+    faults = {"rounds": 4, "simulation": {"faults": [hang]}}
+    graceful = {"schedule": {"grace": 0.5}}
+    waits, goes_on = (told(job_of(quorum, faults, *more)) for more in ((), (graceful,)))
+    seconds = {
+        round_.round_index: round_.seconds for round_ in of(RoundFinished, goes_on)
+    }
+    assert {e.status for e in of(RoundFinished, goes_on)} == {"completed"}
+    assert seconds[3] == pytest.approx(seconds[2] + 1.0, rel=0.1)  # The least grace.
+    assert max(e.seconds for e in of(RoundFinished, waits)) > 299
+    late = [e for e in of(SiteFailed, goes_on) if e.round_index == 3]
+    assert [(e.site, e.kind) for e in late] == [("site-3", "deadline")]
+
+
+CAPACITY = {"schedule": {"allocation": "capacity"}}
+EIGHT = {"training": {"local_steps": 8}, "evaluation": {"every": 0}}
+
+
+def test_faster_sites_take_more_steps_and_all_end_together():
+    waits = told(job_of(EIGHT))
+    events = told(job_of(EIGHT, CAPACITY))
+    later = [a for a in of(SiteAnswered, events) if a.round_index > 1]
+    # 32 steps a round at speeds 1, 4, 4 and 2.
+    assert {a.site: a.num_steps for a in later} == {
+        "site-0": 3,
+        "site-1": 12,
+        "site-2": 11,
+        "site-3": 6,
+    }
+    rounds = [e.seconds for e in of(RoundFinished, events)][1:]
+    static = [e.seconds for e in of(RoundFinished, waits)][1:]
+    fastest = 32 * 8 / sum(RATES.values())
+    assert max(rounds) < 1.15 * fastest < 0.5 * min(static)
+
+
+def test_resumed_run_gives_the_same_steps(tmp_path: Path):
+    job, rounds = job_of(EIGHT, CAPACITY), 0
+
+    def count(event: Event) -> None:
+        nonlocal rounds
+        rounds += isinstance(event, RoundFinished)
+
+    whole = told(job)
+    first = told_by(job, tmp_path / "run", count, stop=lambda: rounds >= 5)
+    second = told_by(job, tmp_path / "run", count, resume=True)
+
+    def steps(events: Sequence[Event]) -> list[tuple[int, str, int]]:
+        return [(a.round_index, a.site, a.num_steps) for a in of(SiteAnswered, events)]
+
+    assert steps([*first, *second]) == steps(whole)
+    losses = [
+        [e.training.loss_sum for e in of(RoundFinished, events)]
+        for events in (whole, [*first, *second])
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_fast_site_does_not_pull_the_model_to_itself():
+    """With equal data it ends where equal work ends."""
+    at_the_end = {"rounds": 30, "training": {"local_steps": 8}}
+    ends = [told(job_of(at_the_end, *more)) for more in ((), (CAPACITY,))]
+    static, capacity = (
+        [e.pooled.loss_sum for e in of(ModelEvaluated, events)] for events in ends
+    )
+    assert capacity[-1] == pytest.approx(static[-1], rel=0.02)

@@ -1,0 +1,138 @@
+"""More local steps at faster sites."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from support import toy
+
+from aggregator.methods import capacity
+from aggregator.methods.capacity import Capacity, allocate
+from aggregator.methods.chosen_steps import Pace
+from federation.clock import VirtualClock
+from federation.ids import SiteId
+from federation.job.spec import JobSpec
+from federation.protocols import RoundTime, RunState
+from federation.rounds.local_work import allocated, schedule_step
+from federation.rounds.round_record import RoundRecord
+
+A, B, C = toy.SITES
+
+
+def job_of(each: int = 20, **schedule: int) -> JobSpec:
+    return toy.job(
+        {
+            "rounds": 4,
+            "training": {"local_steps": each},
+            "schedule": {"allocation": "capacity", **schedule},
+        }
+    )
+
+
+def took(num_steps: int, seconds: float, train_seconds: float) -> RoundTime:
+    return RoundTime(
+        round_index=1,
+        num_steps=num_steps,
+        seconds=seconds,
+        train_seconds=train_seconds,
+    )
+
+
+def opened(job: JobSpec, state: RunState | None = None) -> RoundRecord:
+    return RoundRecord(
+        job=job,
+        run_id=toy.RUN,
+        state=state or toy.initial_state(job),
+        cohort=toy.SITES,
+        layout=toy.LAYOUT,
+        clock=VirtualClock(),
+        emit=lambda _: None,
+    )
+
+
+def seconds_of(steps: Mapping[SiteId, int], paces: Mapping[SiteId, Pace]):
+    return [
+        pace.waiting_seconds + steps[site] * pace.step_seconds
+        for site, pace in paces.items()
+    ]
+
+
+def test_all_sites_end_together_and_take_the_steps_of_equal_work():
+    paces = {A: Pace(0.1, 0.5), B: Pace(0.4, 0.0), C: Pace(0.2, 2.0)}
+    steps = allocate(job_of(200), toy.SITES, paces)
+    assert sum(steps.values()) == 600
+    found = seconds_of(steps, paces)
+    assert max(found) - min(found) < 2 * 0.4
+    assert steps[A] > steps[C] > steps[B]
+
+
+def test_nothing_known_is_equal_work_and_new_sites_are_as_fast_as_most():
+    assert allocate(job_of(), toy.SITES, {}) == dict.fromkeys(toy.SITES, 20)
+    paces = {A: Pace(0.1, 0.0), B: Pace(0.1, 0.0)}
+    assert allocate(job_of(), toy.SITES, paces) == dict.fromkeys(toy.SITES, 20)
+
+
+def test_bounds_hold_whatever_a_site_says_of_itself():
+    claims = {A: Pace(1e-300, 0.0), B: Pace(1.0, 0.0), C: Pace(1e6, 1e6)}
+    steps = allocate(job_of(), toy.SITES, claims)
+    assert sum(steps.values()) <= 81
+    assert steps[C] == 1
+    assert set(steps.values()) <= set(range(1, 81))
+    assert max(allocate(job_of(max_local_steps=25), toy.SITES, claims).values()) <= 25
+
+
+@pytest.mark.parametrize("count", [10, 1000, 10_000])
+def test_slower_site_is_known_after_three_rounds(count: int):
+    sites = [SiteId(f"site-{i}") for i in range(count)]
+    speeds = {site: 1.0 + i % 4 for i, site in enumerate(sites)}
+    job, times = job_of(40), dict[SiteId, tuple[RoundTime, ...]]()
+
+    def play(rounds: int) -> Mapping[SiteId, int]:
+        for _ in range(rounds):
+            paces = {site: capacity._pace(found) for site, found in times.items()}
+            steps = allocate(job, sites, {s: p for s, p in paces.items() if p})
+            for site, num_steps in steps.items():
+                seconds = num_steps / speeds[site]
+                time = took(num_steps, seconds + 0.1, seconds)
+                times[site] = (*times.get(site, ()), time)[-3:]
+        return steps
+
+    play(4)
+    speeds[sites[3]] /= 4
+    found = play(4)  # Three show it, the fourth follows them.
+    best = allocate(job, sites, {site: Pace(1 / v, 0.1) for site, v in speeds.items()})
+    assert found[sites[3]] == pytest.approx(best[sites[3]], rel=0.1, abs=1)
+
+
+def test_late_site_gets_less_work_and_absent_one_does_not():
+    job = job_of()
+    guest, record = Capacity(job), opened(job)
+    guest.before_round_(record)
+    assert {len(steps) for steps in record.steps_of.values()} == {20}
+    record.clock.sleep(8.0)
+    record.late.add(C)
+    after = guest.after_round(record.state, record)
+    assert [time.seconds for time in after.site_times[C]] == [16.0]
+    assert after.site_times.keys() == {C}
+    known = replace(after, site_times={**after.site_times, A: (took(20, 2.0, 2.0),)})
+    second = opened(job, known)
+    guest.before_round_(second)
+    assert len(second.steps_of[C]) < 10 < len(second.steps_of[A])
+
+
+def test_claimed_time_is_no_longer_than_the_answer_took():
+    for claim in (float("nan"), float("inf"), -1.0, 0.0, 3.0):
+        time = capacity._within(took(5, 2.0, claim))
+        assert time.train_seconds == 2.0
+    assert capacity._within(took(5, 2.0, 1.5)).train_seconds == 1.5
+
+
+def test_no_step_of_the_run_is_taken_twice_and_rates_follow_the_round():
+    job = job_of()
+    first, second = allocated(job, 1, 80), allocated(job, 2, 3)
+    assert first.stop == second.start == 80
+    places = [schedule_step(job, 2, second, number) for number in second]
+    assert places == [20, 26, 33]
+    assert [schedule_step(job, 1, range(40), n) for n in (0, 39)] == [0, 19]
+    static = toy.job({"training": {"local_steps": 20}})
+    assert schedule_step(static, 2, range(20, 40), 27) == 27
