@@ -25,7 +25,8 @@ from federation.vectors import Layout, Role
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger import ledger_files
-from privacy.dp.ledger.ledger import FileLedger, Terms
+from privacy.dp.ledger.ledger import FileLedger
+from privacy.dp.ledger.ledger_format import Terms
 from privacy.membership import roster_file
 from privacy.membership.certificates import Authority
 
