@@ -17,7 +17,7 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from federation.errors import JobError
-from federation.events import Event, RoundFinished
+from federation.events import Event, RoundFinished, SiteAnswered, SiteFailed
 from federation.job.method_checks import things
 from federation.job.spec import JobSpec
 from federation.methods.method import Thing
@@ -100,7 +100,7 @@ SECRET: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def job_of(*names: str) -> JobSpec:
+def job_of(*names: str, **changes: Any) -> JobSpec:
     base: dict[str, Any] = {
         "rounds": ROUNDS,
         "model": {
@@ -110,7 +110,8 @@ def job_of(*names: str) -> JobSpec:
         "training": {"local_steps": 3, "batch_size": 8, "optimizer": {"lr": 0.1}},
         "simulation": {"machines": MACHINES},
     }
-    tables = functools.reduce(toy.merged, ((ON | SECRET)[name] for name in names), base)
+    asked = [(ON | SECRET)[name] for name in names]
+    tables = functools.reduce(toy.merged, (*asked, changes), base)
     if "local_epochs" in tables["training"]:
         del tables["training"]["local_steps"]
     return small_job(num_sites=len(SITES), **tables)
@@ -123,6 +124,18 @@ def runs(*names: str) -> bool:
     except JobError:
         return False
     return all(asked[name] for name in names)
+
+
+BUFFERED = {"schedule": {"mode": "buffered", "buffer_size": 1}}
+
+
+def buffers(name: str) -> bool:
+    """Whether a buffered job may have a method."""
+    try:
+        job_of(name, **BUFFERED)
+    except JobError:
+        return False
+    return True
 
 
 PAIRS = [pair for pair in combinations(ON, 2) if runs(*pair)]
@@ -167,3 +180,20 @@ def test_a_resumed_run_has_the_same_bits(pair: tuple[str, str], tmp_path: Path):
 def test_a_resumed_run_without_repetition_ends(pair: tuple[str, str], tmp_path: Path):
     for name, values in resumed(job_of(*pair), tmp_path / "run").weights.items():
         assert np.isfinite(values).all(), name
+
+
+@pytest.mark.parametrize("name", [name for name in ON if buffers(name)])
+def test_a_buffered_run_of_unequal_sites_loses_no_answer(name: str):
+    """What sites keep between rounds fits, whatever round they were last asked in."""
+    machines = [
+        {**machine, "examples_per_second": 100.0 * speed}
+        for machine, speed in zip(MACHINES, (1, 3, 5), strict=True)
+    ]
+    changes = {**BUFFERED, "rounds": 12, "simulation": {"machines": machines}}
+    told: list[Event] = []
+    ran = simulate(job_of(name, **changes), engine="virtual", listeners=[told.append])
+    for values in ran.weights.values():
+        assert np.isfinite(values).all()
+    stale = [e.staleness for e in told if isinstance(e, SiteAnswered)]
+    assert max(stale) > 1
+    assert not [e for e in told if isinstance(e, SiteFailed)]
