@@ -269,7 +269,9 @@ def test_refusal_travels_with_its_reason(agent: SiteAgent, members: Consortium):
     """The key of the job, the site and its own key; and nothing is kept of the run."""
     job = small_job(num_sites=2, rounds=10_001)
     found = agents.propose(agent, members, agents.proposal(job))
-    expected = "rounds: site 'site-0' allows 10000 (policy.max_rounds)"
+    expected = (
+        "rounds: site 'site-0' allows 10000 (policy.max_rounds), but the job has 10001"
+    )
     assert found.refused == f"{expected}. Its log has the lines for site.toml"
     assert not found.temporary
     assert found.privacy is None
