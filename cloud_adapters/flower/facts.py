@@ -50,20 +50,19 @@ class Connected:
         missing: Those that it waits for.
         seconds: For how long at most, from then on.
         absent: Of those that it waits for, the ones that are not connected.
-        round_index: The round that needs them; 0 before the run begins.
+        what: What waits for them, as a subject; empty before the run begins.
     """
 
     there: tuple[str, ...]
     missing: tuple[str, ...]
     seconds: float
     absent: tuple[str, ...] = ()
-    round_index: int = 0
+    what: str = ""
 
     def lack(self, site: str) -> str:
         """Name a site that is waited for, and what it lacks."""
-        what = "not connected" if site in self.absent else "has not answered"
-        waits = f": round {self.round_index} waits" if self.round_index else ""
-        return f"{site} ({what}{waits})"
+        lacks = "not connected" if site in self.absent else "has not answered"
+        return f"{site} ({lacks}{f': {self.what} waits' if self.what else ''})"
 
 
 def not_connected(sites: Sequence[str]) -> str:

@@ -261,12 +261,13 @@ class FlowerGrid:
     ) -> None:
         """Report which sites tasks wait for before they go out."""
         missing = tuple(s for s, node in self._nodes.items() if node in silent)
+        index = tasks[0].round_index
         found = Connected(
             there=tuple(site for site in self._nodes if site not in missing),
             missing=missing,
             seconds=seconds,
             absent=missing,
-            round_index=tasks[0].round_index,
+            what=f"round {index}" if index else "the setup of secure aggregation",
         )
         self._tell(found)
 

@@ -158,9 +158,9 @@ class DeployedRun:
     def note_connected(self, found: Connected) -> None:
         """Note for people which sites the run waits for."""
         run_queue.note_connected(self._run, found)
-        if found.round_index and found.missing:
+        if found.what and found.missing:
             text = (
-                f"round {found.round_index} waits up to "
+                f"{found.what} waits up to "
                 f"{format_duration(found.seconds)} for {', '.join(found.missing)}, "
                 f"which {'is' if len(found.missing) == 1 else 'are'} disconnected"
             )

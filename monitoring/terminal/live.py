@@ -26,6 +26,7 @@ from federation.events import (
     SitesLeftOut,
     Warned,
 )
+from federation.messages import FailureKind
 from federation.protocols import Clock, Closing
 from monitoring import privacy_words
 from monitoring.terminal.progress import (
@@ -354,12 +355,20 @@ def _site_table(
         table.add_column(name, justify="right", no_wrap=True, min_width=width)
     shares = {s.site: s for s in view.data.shares} if view.data else {}
     reports = {report.site: report for report in row.reports}
+    before = view.rounds[-1].reports if view.current and view.rounds else ()
+    dropped = {
+        report.site
+        for report in before
+        if isinstance(report, SiteFailed) and report.kind is FailureKind.DISCONNECTED
+    }
     # Failures first, then those still awaited: what a person would look for.
     order = sorted(row.cohort, key=lambda site: _urgency(reports.get(site)))
     shown = set(order[:num_rows])
     for site in (site for site in row.cohort if site in shown):
         share = shares.get(site)
-        cells = _site_cells(reports.get(site), view)
+        # Whether such a site is back is not known before it answers.
+        silent = "was disconnected" if site in dropped else "training"
+        cells = _site_cells(reports.get(site), view, silent)
         table.add_row(
             Text(printable(site)),
             Text(printable(share.cloud) if share else "-"),
@@ -378,10 +387,10 @@ def _urgency(report: SiteAnswered | SiteFailed | None) -> int:
 
 
 def _site_cells(
-    report: SiteAnswered | SiteFailed | None, view: RunView
+    report: SiteAnswered | SiteFailed | None, view: RunView, silent: str
 ) -> list[Text | str]:
     if report is None:
-        state = Text("no answer" if view.finished else "training", style="cyan")
+        state = Text("no answer" if view.finished else silent, style="cyan")
         return [state, "", "", ""]
     seconds = format_duration(report.answered_seconds - report.asked_seconds)
     if isinstance(report, SiteFailed):

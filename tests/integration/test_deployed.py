@@ -1,6 +1,7 @@
 """A federation of real processes, as the how-to describes it."""
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -267,6 +268,28 @@ def test_every_party_has_its_copy_of_a_users_file(
     assert f"site {SITES[1]!r} does not take part: model.factory: " in refused.stderr
     assert "work.py is not the file" in refused.stderr
     assert f"{other} has changed" in (federation.folder / f"{SITES[1]}.log").read_text()
+
+
+def test_killed_site_is_named_while_the_run_waits_for_it(federation: Deployment):
+    """With secure aggregation a new setup waits first, which has no round."""
+    earlier, site = federation.num_runs(), SITES[1]
+    process = federation.run(JOBS / "quickstart.toml", "rounds=6", "name=killed")
+    wait_for(lambda: federation.num_runs() > earlier, "the run begins")
+    wait_for(lambda: federation.rounds() > 0, "a round is finished")
+    federation.kill(site)
+
+    def warnings() -> str:
+        return "\n".join(e["message"] for e in federation.events("Warned"))
+
+    wait_for(lambda: f"for {site}" in warnings(), "the run names the site")
+    listed = crossfed("ps", "--aggregator", federation.config, "--json").stdout
+    federation.start_site(site)
+    (row,) = (row for row in json.loads(listed) if row["job"] == "killed")
+    what = "the setup of secure aggregation waits"
+    assert f"{site} (not connected: {what})" in row["without"]
+    out, err = process.communicate(timeout=400)
+    assert json.loads(out)["status"] == "completed"
+    assert re.search(rf"warning +{what} up to .* for {site}, which is disconn", err)
 
 
 @pytest.mark.long  # One by one they are in the fault matrix.

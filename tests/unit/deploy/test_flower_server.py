@@ -163,7 +163,7 @@ def test_a_run_that_waits_for_a_killed_site_says_so(
     deployed.note_connected(before)
     assert not heard  # What waits for the run's first event says it.
     assert away(run) == ["site-1 (not connected)"]
-    deployed.note_connected(replace(before, round_index=7))
+    deployed.note_connected(replace(before, what="round 7"))
     (warned,) = heard
     assert isinstance(warned, Warned)
     text = "round 7 waits up to 1 min 00 s for site-1, which is disconnected"

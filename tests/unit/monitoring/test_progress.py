@@ -19,6 +19,7 @@ from federation.events import (
     ModelEvaluated,
     RoundFinished,
     RunFinished,
+    SiteAnswered,
     SiteFailed,
     SitesIntroduced,
     SitesLeftOut,
@@ -384,6 +385,30 @@ def test_live_private_picture_at_80_columns(secure: bool):  # noqa: FBT001
     assert re.search(r"gcp-us-central1 .* answered +\S+ s +7.76 +150.6 kB", picture)
     assert all(len(line) <= 80 for line in picture.splitlines())
     assert "training" not in picture
+
+
+def test_live_site_that_was_disconnected_is_not_shown_as_training():
+    """It may still be away: its row in the next round says what is known."""
+    events, site = list[Event](), "gcp-us-central1"
+    for event in event_samples.two_sites(2):
+        if isinstance(event, SiteAnswered) and event.round_index == 2:
+            break
+        if isinstance(event, SiteAnswered) and event.site == site:
+            event = SiteFailed(  # noqa: PLW2901
+                at=event.at,
+                round_index=1,
+                site=site,
+                kind=FailureKind.DISCONNECTED,
+                message="its heartbeats have stopped",
+                asked_seconds=0.0,
+                answered_seconds=12.0,
+                bytes_down=0,
+                bytes_up=0,
+            )
+        events.append(event)
+    picture = _last_picture(events)
+    assert re.search(rf"{site} .* was disconnected", picture)
+    assert re.search(r"aws-us-east-1 .* training", picture)
 
 
 def test_live_promise_stays_above_the_picture():
