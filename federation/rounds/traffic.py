@@ -182,7 +182,7 @@ class Traffic:
         job = self.job
         if round_index > job.rounds and job.evaluation.every == 0:
             return ()
-        if relay is not None:
+        if relay is not None or self.secure is not None:
             return self._exchanges(site, round_index, relay)
         # A message differs by its site's data, ranks and the length of its name.
         key = len(site), self.facts[site], self._ranks.get(site), round_index

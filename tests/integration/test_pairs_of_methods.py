@@ -5,7 +5,8 @@ Keys here switch methods on in one small job. What is refused, and why, is in
 """
 
 import functools
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from monitoring.runs.run_result import RunResult
 pytestmark = pytest.mark.slow
 
 ROUNDS, STOP_AFTER = 4, 2
+_OFTEN = 2  # Pairs of a method in `make test`; the rest are long.
 SITES = [f"site-{i}" for i in range(3)]
 MACHINES = [
     {"site": site, "examples_per_second": 100.0, "up_mbit": 0.01} for site in SITES
@@ -146,6 +148,18 @@ SECRET_PAIRS = [
 ]
 
 
+def each(pairs: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
+    """All pairs; those of ``make test`` are some of every method."""
+    often: Counter[str] = Counter()
+    found = []
+    for pair in pairs:
+        is_rare = min(often[name] for name in pair) < _OFTEN
+        often.update(pair if is_rare else ())
+        marks = () if is_rare else (pytest.mark.long,)
+        found.append(pytest.param(pair, id=" and ".join(pair), marks=marks))
+    return pytest.mark.parametrize("pair", found)
+
+
 def test_most_methods_are_here_and_each_runs_with_another():
     assert len(PAIRS) > len(ON)
     assert {name for pair in PAIRS + SECRET_PAIRS for name in pair} == {*ON, *SECRET}
@@ -166,7 +180,7 @@ def resumed(job: JobSpec, folder: Path) -> RunResult:
     return simulate(job, resume=True, **how)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+@each(PAIRS)
 def test_a_resumed_run_has_the_same_bits(pair: tuple[str, str], tmp_path: Path):
     job = job_of(*pair)
     whole, again = simulate(job, engine="virtual"), resumed(job, tmp_path / "run")
@@ -176,7 +190,7 @@ def test_a_resumed_run_has_the_same_bits(pair: tuple[str, str], tmp_path: Path):
         np.testing.assert_array_equal(values, again.weights[name])
 
 
-@pytest.mark.parametrize("pair", SECRET_PAIRS, ids=" and ".join)
+@each(SECRET_PAIRS)
 def test_a_resumed_run_without_repetition_ends(pair: tuple[str, str], tmp_path: Path):
     for name, values in resumed(job_of(*pair), tmp_path / "run").weights.items():
         assert np.isfinite(values).all(), name

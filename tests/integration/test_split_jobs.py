@@ -179,7 +179,12 @@ def test_one_job_for_all_gives_a_sum(tmp_path: Path, setting: str):
 
 
 # All that an aggregator may tell sites differently: it decides nothing.
-FREE = {"storage", "simulation", "schedule.round_deadline_seconds"}
+FREE = {
+    "storage",
+    "simulation",
+    "schedule.round_deadline_seconds",
+    "schedule.grace",
+}
 
 
 def another(hint: Any, value: Any) -> Any:
