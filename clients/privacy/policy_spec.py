@@ -9,6 +9,9 @@ from privacy.secagg.arithmetic.ring import RING_BITS
 
 _PAIR, _USUAL = 2, 3  # updates in a sum
 
+FILL_IN = "FILL IN"
+"""Stands for a value of ``site.toml`` that only the site's operator knows."""
+
 # From the weakest promise on.
 UNITS = ("none", "site", "joint", "record", "person")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clients.factories import import_factory
-from clients.privacy.policy_spec import UNITS, PolicySpec
+from clients.privacy.policy_spec import FILL_IN, UNITS, PolicySpec
 from federation.errors import FederationError, JobError, SiteError, joined
 from federation.ids import RunId, SiteId
 from federation.job import code_files, job_digest, job_file
@@ -42,15 +42,15 @@ _LEVELS = "privacy.secure_aggregation.levels"
 _WEIGHTS = "aggregation.weights"
 _PAIR = 2
 
-FILL_IN = "FILL IN"
-"""Stands for a value of ``site.toml`` that only the site's operator knows."""
-
 # Before an operator changes a value of ``site.toml``, by its dotted key.
 _CAUTIONS = {
     "policy.functions": "read what they do first",
-    "data.source": "name what loads your own data; read what it does first",
-    "data.options": f"all its arguments; check each, and replace {FILL_IN!r}",
-    "data.preprocessing": "if it prepares each record separately; else leave it out",
+    "data.source": "what loads this site's own data; read what it does first",
+    "data.options": "all its arguments; check each",
+    "data.preprocessing": (
+        '"none": each record is prepared separately; "public": with constants from '
+        'elsewhere; "own" (unit site only): with statistics of this site'
+    ),
 }
 
 # The key of the job, what is wrong, and values of ``[policy]`` that would accept it.
@@ -131,8 +131,7 @@ class Faults:
             so that no one knows whether they are within the limits.
         errors: What was found.
         remedy: Values of ``site.toml`` that would accept the job, by dotted key.
-        instead: Those with which the site would train on data of its own, and not on
-            its share of the job's.
+        own_data: Those with which the site would train on data of its own.
     """
 
     job: JobSpec
@@ -141,7 +140,7 @@ class Faults:
     is_unseen: bool = False
     errors: list[FederationError] = field(default_factory=list)
     remedy: dict[str, Any] = field(default_factory=dict)
-    instead: Mapping[str, Any] = field(default_factory=dict)
+    own_data: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -210,18 +209,21 @@ class Faults:
                 "the job, n records need 1 / (10 n)) and policy.total_epsilon are "
                 "checked once they can be"
             )
-        if not self.remedy:
+        values = {**self.own_data, **self.remedy}
+        if not values:
             return
-        yield (
-            "to accept such a job, decide on each of these lines of site.toml; do not "
-            "restart the agent, which reads [policy] and [data] again for the next run:"
+        intro = (
+            "to accept such a job, decide on each of these keys and change it in "
+            f"site.toml, with a value for each {FILL_IN!r}; do not restart the agent, "
+            "which reads [policy] and [data] again for the next run:"
         )
+        block = list[str]()
         for table in ("policy", "data"):
-            lines = [*_lines(table, self.remedy)]
-            yield from [f"[{table}]", *lines] if lines else ()
-        if self.instead:
-            yield "# or in [data], to train on data of its own and not on the job's:"
-            yield from (f"# {line}" for line in _lines("data", self.instead))
+            lines = [*_lines(table, values)]
+            block += [f"[{table}]", *lines] if lines else ()
+        if self.own_data and rehearses(self.job, self.site):
+            block.append("# without source, it trains on its share of the job's data")
+        yield "\n  ".join([intro, *block])
 
 
 def _lines(table: str, values: Mapping[str, Any]) -> Iterator[str]:

@@ -59,7 +59,8 @@ def service_log(clock: "Clock") -> Callable[[str], None]:
     """Give every line of a service's log its time, in UTC.
 
     Returns:
-        What writes one line: what others have sent begins none.
+        What writes a record: one line, and those that its text indents by two spaces.
+        What others have sent begins no record.
     """
 
     class Stamped(_OneLine):
@@ -71,7 +72,12 @@ def service_log(clock: "Clock") -> Callable[[str], None]:
 
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(Stamped())
-    return lambda text: show(f"{stamp()} crossfed: {' '.join(text.splitlines())}")
+
+    def log(text: str) -> None:
+        lines = (" ".join(each.splitlines()) for each in text.split("\n  "))
+        show(f"{stamp()} crossfed: " + "\n  ".join(lines))
+
+    return log
 
 
 class _OneLine(logging.Formatter):

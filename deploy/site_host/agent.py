@@ -17,6 +17,7 @@ from clients.models.model_pool import ModelPool
 from clients.models.model_size import LimitedSize
 from clients.privacy import sum_plan as sum_privacy
 from clients.privacy.ledger_memory import lifetime
+from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.site_policy import (
     Faults,
     check_job,
@@ -236,7 +237,7 @@ class SiteAgent:
             run.met.run_id,
             job=run.met.job,
             promise=run.promise,
-            data=site_data.describe(self.config.file),
+            data=site_data.describe(self.config.file, run.met.job),
             listener=self.listener,
             total=self._total_spent,
         )
@@ -459,6 +460,9 @@ class SiteAgent:
             faults.check()
         with faults.noted():
             self._check_total(job)
+        public = PolicySpec().functions  # Datasets of crossfed are for rehearsals.
+        if not has_data and (job.data is None or job.data.source not in public):
+            faults.own_data = site_data.own_data(file, job)
         # Nothing is called that the operator does not accept.
         may_call = faults.may_call(file.policy)
         pools, data = list[ModelPool](), list[SiteData]()
@@ -469,8 +473,6 @@ class SiteAgent:
             with faults.noted():
                 watch = self._meters.watch(store_meters.site(own[0]))
                 data.append(site_data.load(file, job, watch))
-        else:
-            faults.instead = site_data.own_data(file, job)
         is_private = job.privacy.differential_privacy.enabled
         with faults.noted():
             source, vouched = file.data.source, file.data.preprocessing

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.preprocessing import PREPROCESSINGS
-from clients.privacy.policy_spec import PolicySpec
+from clients.privacy.policy_spec import FILL_IN, PolicySpec
 from deploy.site_host import home_spec
 from deploy.site_host.home_spec import HomeSpec
 from deploy.wiring import exchange
@@ -81,7 +81,8 @@ class LocalDataSpec:
             returns `(train, held_out)`; or the URL of shards. If empty, the site uses
             the part of the job's own dataset that a simulation would give it, to
             rehearse with public data.
-        options: Keyword arguments of the function, or options of the URL.
+        options: Keyword arguments of the function, or options of the URL. A relative
+            path is relative to the agent's working folder: prefer absolute paths.
         preprocessing: What the source derives from the data to prepare records, if it
             does not declare this itself: `none`, each record is prepared separately;
             `public`, constants that come from elsewhere; `own`, exact statistics of
@@ -272,6 +273,10 @@ def check(file: SiteFile) -> None:
     parse_address(file.aggregator.address, key="aggregator.address")
     if file.roster_signer and not _SIGNER.fullmatch(file.roster_signer):
         raise JobError("must be 64 hexadecimal digits", key="roster_signer")
+    if FILL_IN in f"{file.data}":
+        raise JobError(
+            f"still has a {FILL_IN!r}: put in what it stands for", key="data"
+        )
     _check_relay(file)
     exchange.check(file.exchange)
     home_spec.check(file.home, file.identity)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from clients.data.privacy_units import note_on_persons
@@ -16,8 +17,9 @@ from clients.models.tokenizers import check_tokenizers, noted_tokenizers
 from clients.preprocessing import declared_by
 from clients.privacy import dataset_name, source_check
 from clients.privacy.ledger_memory import note_content, one_budget
+from clients.privacy.policy_spec import FILL_IN
 from clients.privacy.site_memory import SiteMemory
-from clients.privacy.site_policy import FILL_IN, rehearses
+from clients.privacy.site_policy import rehearses
 from clients.training.local_federation import SiteData
 from clients.user_code import unable_to_exit
 from deploy.site_host.config import SiteFile
@@ -62,16 +64,16 @@ def _rehearsed(file: SiteFile, job: JobSpec) -> SiteData:
             f"site {file.name!r} has no data of its own: its operator must set "
             "data.source in site.toml",
             key="data.source",
-            remedy=own_data(file, job),
         )
     with _told_to_the_log(file):
         return wiring.deal_part(job, SiteId(file.name))
 
 
-def describe(file: SiteFile) -> str:
+def describe(file: SiteFile, job: JobSpec) -> str:
     """Say on which data a site trains."""
     if file.data.source:
-        return f"trains on its own source {file.data.source}, not on the job's [data]"
+        instead = "" if job.data is None else ", not on the job's [data]"
+        return f"trains on its own source {file.data.source}{instead}"
     return "has no data of its own: trains on its share of the job's dataset"
 
 
@@ -84,7 +86,7 @@ def own_data(file: SiteFile, job: JobSpec) -> dict[str, Any]:
     (own,) = (site.data for site in job.sites if site.name == file.name)
     spec, function = own or job.data, _function(file)
     if spec is None or "://" in spec.source:
-        spec = SiteDataSpec(source="./my_data.py:load")
+        spec = SiteDataSpec(source=f"{FILL_IN}: ./file.py:function")
     options = {name: _hint(value) for name, value in spec.options.items()}
     if function is not None:
         known = options | dict(file.data.options)
@@ -166,7 +168,11 @@ def _told_to_the_log(file: SiteFile, job: JobSpec | None = None) -> Iterator[Non
         key = error.key if isinstance(error, JobError) else None
         if key and not file.data.source:
             raise  # The job is wrong.
-        _LOG.error("%s %s: %s", CANNOT_LOAD, file.name, error)
+        cause, where = error.__cause__, ""
+        path = cause.filename if isinstance(cause, OSError) else None
+        if isinstance(path, str) and not Path(path).is_absolute():
+            where = f"; relative to the agent's working folder: {Path(path).absolute()}"
+        _LOG.error("%s %s: %s%s", CANNOT_LOAD, file.name, error, where)
         told = f"site {file.name!r} cannot load its data; its log says why"
         raise JobError(
             told,

@@ -91,6 +91,11 @@ def test_paths_follow_the_folder(tmp_path: Path):
             "compute.sharding",
         ),
         ("[aggregator]", "[flor]\n[aggregator]", "flor"),
+        (
+            "[aggregator]",
+            '[data]\noptions = { file = "FILL IN" }\n[aggregator]',
+            "data: still has a 'FILL IN'",
+        ),
         ("[aggregator]", '[policy]\nmax_epsilom = "1"\n[aggregator]', "max_epsilom"),
     ],
 )

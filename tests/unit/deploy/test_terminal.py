@@ -49,13 +49,14 @@ def test_what_others_send_begins_no_line_of_a_log(
 def test_each_line_of_a_services_log_has_its_time(capsys: pytest.CaptureFixture[str]):
     """Also those of libraries; what others send begins no line."""
     log = terminal.service_log(VirtualClock(86_400.0))
-    log("refused: a\ncrossfed: all is well")
+    log("refused: a\ncrossfed: all is well\n  b = 1\nc")
     logging.getLogger("x.y").propagate = False
     logging.lastResort.handle(  # type: ignore[union-attr]
         logging.LogRecord("a", logging.ERROR, "f", 1, "b\nc", (), None)
     )
     assert capsys.readouterr().err.splitlines() == [
         "1970-01-02 00:00:00Z crossfed: refused: a crossfed: all is well",
+        "  b = 1 c",
         "1970-01-02 00:00:00Z crossfed: b c",
     ]
     terminal.keep_records_in_lines()
