@@ -122,14 +122,16 @@ CheckFirst = Callable[[Vector, IntegerVector], None]
 
 def log(task: Task, error: Exception) -> None:
     """Log an error at the site, whose log may quote its records."""
+    index = task.round_index
+    place = f"round {index}" if index else "the setup of secure aggregation"
     if isinstance(error, LeftAtStep):
         _LOG.warning("%s", error)
     elif _kind_of(error) is not FailureKind.CRASHED:
-        _LOG.warning("round %s refused: %s", task.round_index, error)
+        _LOG.warning("%s refused: %s", place, error)
     elif isinstance(error, StoreError):
-        _LOG.warning("round %s failed: %s", task.round_index, error)
+        _LOG.warning("%s failed: %s", place, error)
     else:  # In code that the site's operator may have to look at.
-        _LOG.warning("round %s failed", task.round_index, exc_info=error)
+        _LOG.warning("%s failed", place, exc_info=error)
 
 
 CheckWork = Callable[[RoundTask], None]

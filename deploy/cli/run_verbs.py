@@ -102,7 +102,8 @@ def follow(
                     show(event)
     except KeyboardInterrupt:
         if not is_over(run) or is_pause():
-            tell(f"the run continues; see it with: {_watch_words(options, run)}")
+            watch = _command(options, "watch", run.path.name)
+            tell(f"the run continues; see it with: {watch}")
             return DONE
     outcome = _outcome(run)
     if outcome.code == STOPPED and is_pause():
@@ -118,9 +119,9 @@ def _evaluation_every(run: "RunFolder") -> int:
         return 1
 
 
-def _watch_words(options: argparse.Namespace, run: "RunFolder") -> str:
-    """The command that shows a run, from the folder where this one was given."""
-    words = ["crossfed", "watch", run.path.name]
+def _command(options: argparse.Namespace, verb: str, run: str) -> str:
+    """A command about a run, for the folder where this one was given."""
+    words = ["crossfed", verb, run]
     if options.aggregator != _DEFAULT_AGGREGATOR:
         words += ["--aggregator", str(options.aggregator)]
     return shlex.join(words)
@@ -305,7 +306,7 @@ def _ps(options: argparse.Namespace) -> int:
     names += [cut] if cut else []
     cells = ([_cell(row[name]) for name in names] for row in rows)
     if say_table(names, cells, cut=cut):
-        tell("see the whole reason with: crossfed logs RUN")
+        tell(f"see the whole reason with: {_command(options, 'logs', 'RUN')}")
     return DONE
 
 

@@ -131,7 +131,9 @@ def pin(document: dict[str, Any], folder: Path) -> None:
         except JobError as error:
             if ".options." in f".{key}.":  # An option may be any text.
                 continue
-            raise JobError(error.reason, key=key) from error
+            advice = ": put it there, and to deploy the job beside aggregator.toml and "
+            advice = "" if (folder / file.path).is_file() else f"{advice}each site.toml"
+            raise JobError(f"{error.reason}{advice}", key=key) from error
         names[text] = str(replace(file, digest=found))
     if names:
         _rename(document, names)
@@ -171,9 +173,9 @@ def check_present(document: Mapping[str, Any], folder: Path) -> None:
             file.sources(folder)
         except JobError as error:
             # The aggregator alone calls its combine rule.
-            at_sites = ", and beside the site.toml of each site"
-            more = "" if key == "aggregation.combine" else at_sites
-            advice = f"put the file there{more}"
+            places = "aggregator.toml"
+            places += "" if key == "aggregation.combine" else " and each site.toml"
+            advice = f"put the file beside {places}"
             raise JobError(f"{error.reason}: {advice}", key=key) from error
 
 

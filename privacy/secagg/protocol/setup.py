@@ -444,7 +444,7 @@ class AggregatorSetup:
         if missing:
             raise TooFewSites(
                 f"the setup needs every site's {what}, but has none from "
-                f"{', '.join(missing)}: wait, or make a contract without them"
+                f"{', '.join(missing)}: see that their agents run"
             )
 
 

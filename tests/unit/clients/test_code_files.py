@@ -113,7 +113,9 @@ def test_a_folder_is_searched_for_all_files_that_a_job_names(folder: Path):
     with pytest.raises(JobError, match=r"^model.factory: .*no file ./my_m"):
         code_files.check_present(document, folder / "deep")
     (folder / "layers.py").write_text("")
-    with pytest.raises(JobError, match=r"differs from the.*beside the site\.toml"):
+    with pytest.raises(
+        JobError, match=r"differs from.*beside aggregator\.toml and each s"
+    ):
         code_files.check_present(document, folder)
     nested = {"model": {"options": {"parts": [{"factory": job.model.factory}]}}}
     with pytest.raises(JobError, match=r"^model.options.parts\[0\].factory: "):
@@ -183,7 +185,7 @@ def test_nothing_runs_that_was_not_hashed(folder: Path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("./none.py:net", "there is no file ./none.py in"),
+        ("./none.py:net", r"there is no file ./none.py in .*: put it there, and to"),
         ("./broken.py:net", r"not Python: invalid syntax \(broken.py, line 2\)"),
     ],
 )
