@@ -8,7 +8,7 @@ Shape suffixes: d float values of the model.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
@@ -208,7 +208,7 @@ class PlainGather:
     _dispatcher: Dispatcher = field(init=False)
     # Of each site the round of the newest model that it is known to have.
     _held: dict[SiteId, int] = field(init=False, default_factory=dict)
-    # Of each update of the round its weight, and the part of it that counts.
+    # Of each update of the round its weight, and the part of a fresh one's that it is.
     _shares: list[tuple[float, float]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -238,8 +238,8 @@ class PlainGather:
         the model is that it began with: the sum of a buffer is not divided by these
         shares (arXiv:2106.06639, Algorithm 1).
         """
-        whole = sum(weight for weight, _ in self._shares)
-        kept = sum(weight * share for weight, share in self._shares)
+        kept = sum(weight for weight, _ in self._shares)
+        whole = sum(weight / share for weight, share in self._shares)
         part = len(self._shares) / len(self.job.sites)
         return np.float32(part * kept / whole if whole else 0.0)
 
@@ -299,9 +299,9 @@ class PlainGather:
         for parts in whole_sums(sound, record):
             try:
                 shares = [self._share(record, one) for one, _ in parts]
-                whole = [self.weight_of(one) for one, _ in parts]
                 weights = [
-                    share * one for share, one in zip(shares, whole, strict=True)
+                    share * self.weight_of(one)
+                    for share, (one, _) in zip(shares, parts, strict=True)
                 ]
             except InvalidUpdate as error:
                 revoke_all(parts, record, str(error))
@@ -313,7 +313,7 @@ class PlainGather:
                     revoke_all(parts, record, text, FailureKind.NOT_FINITE)
                 else:
                     self._count(record, parts, weights)
-                    self._shares += zip(whole, shares, strict=True)
+                    self._shares += zip(weights, shares, strict=True)
             parts.clear()  # One update at a time: the next is about to land.
         if verdicts.num_answered < job.minimum_sites:
             raise QuorumNotMet(f"{verdicts.num_answered} of {job.minimum_sites} sites")
@@ -406,21 +406,25 @@ def round_tasks(
         moments = [state.optimizer[name] for name in sorted(state.optimizer)]
         return np.concatenate([words, *moments])
 
+    task = partial(
+        RoundTask,
+        run_id=record.run_id,
+        round_index=record.round_index,
+        kind=record.kind,
+        layout_digest=record.layout.digest,
+        integers_m=integers_m,
+        evaluate=evaluates(record.job, state),
+        evaluate_after=record.job.aggregation.weights == "dynamic",
+        based_on=state.round_index,
+    )
+    no_state = StateName(0, "")
     return [
-        RoundTask(
-            run_id=record.run_id,
-            round_index=record.round_index,
+        task(
             site=site,
-            kind=record.kind,
-            layout_digest=record.layout.digest,
             weights_d=sent[0],
             changed_to=sent[1],
-            integers_m=integers_m,
-            evaluate=evaluates(record.job, state),
-            evaluate_after=record.job.aggregation.weights == "dynamic",
             secure=secure(site),
             anchor=state.anchors.get(site, NO_ANCHOR),
-            based_on=state.round_index,
             counted=state.counted.get(site, 0) if trains else 0,
             num_steps=len(steps) if steps else 0,
             first_step=steps.start if steps else 0,
@@ -428,7 +432,7 @@ def round_tasks(
             state_context=begins.context,
         )
         for site in (record.cohort if sites is None else sites)
-        for sent, begins in ((model(site), states.get(site, StateName(0, ""))),)
+        for sent, begins in ((model(site), states.get(site, no_state)),)
         for steps in (record.steps_of.get(site, record.steps),)
     ]
 

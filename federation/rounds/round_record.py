@@ -71,7 +71,7 @@ class RoundRecord:
         counted: For each site whose update has a weight, the round of its task.
         steps: Local steps of the run that sites take; None for the job's number.
         steps_of: Those of each site, if sites take different numbers of steps.
-        times: What each site's answer that counts took.
+        times: What each site's answer that counts took, if they take different numbers.
         late: Sites that missed the deadline.
         is_usual: Whether it exchanges what most rounds do. Those that set up keys, or
             have no scale of the levels yet, take longer for as many steps.
@@ -171,12 +171,13 @@ class RoundRecord:
             self.counted[update.site] = update.round_index
         self.sums.add_update(update, is_fresh=update.based_on == self.state.round_index)
         self.sums.last_trained = trained = _train_seconds(update)
-        self.times[update.site] = RoundTime(
-            round_index=update.round_index,
-            num_steps=update.num_steps,
-            seconds=reply.answered_seconds - reply.asked_seconds,
-            train_seconds=trained,
-        )
+        if self.steps_of:
+            self.times[update.site] = RoundTime(
+                round_index=update.round_index,
+                num_steps=update.num_steps,
+                seconds=reply.answered_seconds - reply.asked_seconds,
+                train_seconds=trained,
+            )
         self.events.answered(update, reply, weight)
 
     def count_masked(self, update: MaskedUpdate, reply: Reply) -> None:

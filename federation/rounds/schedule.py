@@ -156,8 +156,10 @@ class Barrier:
 
     def _until(self, state: ScheduleView, inbox: Sequence[Arrival]) -> float | None:
         """When the grace ends; None as long as too few answers count."""
+        if self.grace is None or len(inbox) < self.quorum:
+            return None
         counted = [arrival.seconds for arrival in inbox if arrival.counts]
-        if self.grace is None or len(counted) < self.quorum:
+        if len(counted) < self.quorum:
             return None
         reached = counted[self.quorum - 1]
         return reached + max(_LEAST_GRACE, self.grace * (reached - state.begin))
