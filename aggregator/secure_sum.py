@@ -248,12 +248,15 @@ class SecureGather:
         certificate = certify(opened, model, self.identity)
         held, divisor = self._exchange.held, self._sums.divisor
         asked = record.members.present(record.cohort)
+        steps = {site: len(each) for site, each in record.steps_of.items()}
+        cohort = [self.contract.member(number).site for number in setup.cohort]
         body = train.TrainBody(
             setup_hash=setup.setup_hash,
             confirms=b"",
             certificate=certificate,
             update_clip=self._clip(record.state),
             plan=plan,
+            steps_by_site=tuple(steps.get(site, 0) for site in cohort) if steps else (),
         )
         return body, round_tasks(
             record,

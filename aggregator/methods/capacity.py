@@ -14,6 +14,11 @@ changes nothing, and a site whose speed has changed is known after two. A site t
 misses the deadline shows no number: it is taken to be twice as slow as that, so that it
 gets fewer steps until it is in time.
 
+Under secure aggregation only the time of arrival is known. Then seconds a step count,
+``(a_i + b_i n_i) / n_i``, as if no site waited: each round leaves a part ``a_i / T`` of
+the way to the same ``T``. Slopes between rounds would show ``b_i``, but rounds are soon
+alike, and differ by noise.
+
 Shape suffix: s sites of a round.
 """
 
@@ -84,10 +89,11 @@ def _within(time: RoundTime) -> RoundTime:
 
 def _pace(times: Sequence[RoundTime]) -> Pace | None:
     """What steps and waiting take at a site; None before its first answer."""
-    found = pace_of(times, overlap_steps=0)
-    if found is None and times:  # Without its own word, if all rounds are as long.
-        return Pace(median(time.seconds / time.num_steps for time in times), 0.0)
-    return found
+    if all(time.train_seconds is not None for time in times):
+        found = pace_of(times, overlap_steps=0)
+        if found is not None or not times:
+            return found
+    return Pace(median(time.seconds / time.num_steps for time in times), 0.0)
 
 
 def allocate(

@@ -44,8 +44,10 @@ class PolicySpec:
             to be repeated without one site, which reveals that site's update.
         accept_dropouts: Whether a round without differential privacy may continue when
             fewer than `min_group` sites are absent (a job's `threshold` below its
-            number of sites). Comparing the sums before and after then reveals what the
-            absent sites add.
+            number of sites), or sites may change their numbers of local steps
+            (`schedule.allocation = "capacity"`). Comparing the sums before and after
+            then reveals what the absent sites add, or what the change does to an
+            update.
         colluding_sites: How many other sites may collude with the aggregator and still
             not learn this site's update.
         max_clip_norm: Largest clip norm of an update with secure aggregation.

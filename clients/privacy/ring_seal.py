@@ -82,6 +82,7 @@ class Protection:
         groups: Its part in drawing groups; None where all sites are in one sum.
         threads: Threads of the arithmetic.
         most_evaluated: Predictions that its held-out results count for at most.
+        by_capacity: Whether sites of a sum take different numbers of local steps.
     """
 
     identity: Identity
@@ -93,6 +94,7 @@ class Protection:
     groups: GroupRule | None = None
     threads: int = 1
     most_evaluated: int = MAX_PREDICTIONS
+    by_capacity: bool = False
 
 
 @dataclass(eq=False)
@@ -353,6 +355,7 @@ class RingSeal:
         contract = session.contract
         check_clip(contract, body.update_clip)
         round_.check()
+        self._check_steps(round_)
         work.check_model()
         model = train.model_digest(round_.model(), task.integers_m)
         session.check_model(
@@ -376,6 +379,26 @@ class RingSeal:
             random_bytes=protection.random_bytes,
             threads=protection.threads,
         )
+
+    def _check_steps(self, round_: RingRound) -> None:
+        """Check the local steps of a task against those that all sites are shown.
+
+        Raises:
+            ProtocolError: They differ, or the job fixes them and some are shown.
+        """
+        wanted, session = round_.task.num_steps, round_.session
+        shown = round_.body.steps_by_site
+        differ = self._protection.by_capacity and wanted > 0
+        if len(shown) != (len(session.cohort) if differ else 0):
+            raise ProtocolError(
+                f"received the local steps of {len(shown)} sites, of "
+                f"{len(session.cohort)} in the sum"
+                f"{'' if differ else ', which all take the same'}"
+            )
+        if differ and (mine := shown[session.cohort.index(session.number)]) != wanted:
+            raise ProtocolError(
+                f"was asked for {wanted} local steps, but all sites are shown {mine}"
+            )
 
     def _note(self, masking: Masking, sealed: SealedUpdate) -> None:
         """Write into the site's own log, once, that an update was scaled down.

@@ -16,7 +16,7 @@ from federation.job import code_files, job_digest, job_file
 from federation.job.adapter_ranks import contributors, fewest_contributors
 from federation.job.metrics import BUILT_IN, TRAINER, is_function
 from federation.job.spec import AggregationSpec, JobSpec
-from federation.rounds.local_work import bounds, leaves_steps_open
+from federation.rounds.local_work import bounds, is_by_capacity, leaves_steps_open
 from federation.vectors import Layout
 from federation.wire.frame import MAX_TEXT_CHARS
 from privacy.secagg.agreement.code_hash import code_hash
@@ -412,6 +412,13 @@ def _work_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         )
         demand = f"allows {limit} local steps a round (policy.max_local_steps)"
         yield key, demand, {"max_local_steps": most}
+    secure = job.privacy.secure_aggregation.enabled
+    if secure and is_by_capacity(job) and not policy.accept_dropouts:
+        demand = (
+            "does not accept that sums of different rounds differ by single sites "
+            "(policy.accept_dropouts), as those do whose sites change their local steps"
+        )
+        yield "schedule.allocation", demand, {"accept_dropouts": True}
     epochs, limit = job.training.local_epochs, policy.max_local_epochs
     if epochs is not None and limit is not None and epochs > limit:
         demand = f"allows {limit} local epochs a round (policy.max_local_epochs)"

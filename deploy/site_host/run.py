@@ -48,6 +48,7 @@ from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock, SiteHandler, Trainer
 from federation.resources import CLOCK, PROCESS
+from federation.rounds.local_work import is_by_capacity
 from federation.vectors import Layout
 from privacy.dp.errors import LedgerDamaged
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
@@ -274,6 +275,7 @@ def _ring_seal(
             groups=groups,
             threads=met.job.training.threads,
             most_evaluated=most_evaluated(met.job),
+            by_capacity=is_by_capacity(met.job),
         ),
     )
 

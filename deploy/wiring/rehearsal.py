@@ -28,6 +28,7 @@ from federation.job import job_digest
 from federation.job.adapter_ranks import contributors, fewest_alike
 from federation.job.spec import JobSpec
 from federation.rounds import cost
+from federation.rounds.local_work import is_by_capacity
 from federation.rounds.traffic import SiteFacts, Traffic
 from federation.vectors import Layout
 from privacy.keystream import RandomBytes
@@ -103,6 +104,7 @@ class Rehearsal:
                 groups=self._groups(name, folder),
                 threads=self.federation.job.training.threads,
                 most_evaluated=most_evaluated(self.federation.job),
+                by_capacity=is_by_capacity(self.federation.job),
             ),
         )
 
@@ -225,13 +227,22 @@ def _contract(
 
 
 def dropout_notice(job: JobSpec) -> str:
-    """Say what rounds without some sites reveal; empty if nothing.
+    """Say what sums reveal that differ by single sites; empty if none do.
 
     Under differential privacy noise bounds what any sums together give away.
     """
     absent = len(job.sites) - job.minimum_sites
     secure = job.privacy.secure_aggregation.enabled
-    if not (secure and absent) or job.privacy.differential_privacy.enabled:
+    if not secure or job.privacy.differential_privacy.enabled:
+        return ""
+    if is_by_capacity(job):
+        return (
+            "sites take different numbers of local steps (schedule.allocation). Sums "
+            "of different rounds reveal something about the updates of sites whose "
+            "number has changed or that were absent: each site's operator must accept "
+            "that (policy.accept_dropouts)"
+        )
+    if not absent:
         return ""
     return (
         f"rounds may continue without up to {absent} of {len(job.sites)} sites "
@@ -279,7 +290,11 @@ def traffic_of(
         job=job,
         layout=federation.pool.layout,
         facts=facts,
-        secure=None if contract is None else sizes(contract),
+        secure=(
+            None
+            if contract is None
+            else sizes(contract, by_capacity=is_by_capacity(job))
+        ),
         measured=measured,
     )
 

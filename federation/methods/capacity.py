@@ -13,8 +13,7 @@ CAPACITY = Method(
         "it gives sites numbers of steps: use training.local_steps": Thing.EPOCHS,
         "the steps of every round are planned and charged before the run, so they "
         "cannot follow the sites' speed": Thing.PRIVACY,
-        "secure aggregation hides which site took how long to train, and all sites of "
-        "a sum sign one task": Thing.SECURE,
+        "all sites of a group take the same steps": Thing.GROUPS,
         "both choose the steps of a round": Thing.CHOSEN_STEPS,
         "the batches before a round must be known": Thing.LARGER_STEPS,
         "updates are scaled to training.local_steps already": Thing.NORMALIZED,
@@ -24,7 +23,7 @@ CAPACITY = Method(
         ),
         "a relay waits for all its sites, and sends one sum": Thing.RELAYS,
         "what sites keep of a round is for as many steps at all of them": (
-            *("control variates", "FedDyn"),
+            *("control variates", "FedDyn", Thing.LEVELS),
         ),
     },
 )

@@ -181,11 +181,17 @@ class RoundRecord:
         self.events.answered(update, reply, weight)
 
     def count_masked(self, update: MaskedUpdate, reply: Reply) -> None:
-        """Note that a masked update was folded in; nothing else is known."""
+        """Note that a masked update was folded in, and when; no more is known."""
         if self.kind is TaskKind.EVALUATE:
             self._evaluation_replies[update.site] = reply
             return  # In training the reply would keep a whole update in memory.
         self.sums.add_spent(update.site, update.spent)
+        if steps := self.steps_of.get(update.site):
+            self.times[update.site] = RoundTime(
+                round_index=update.round_index,
+                num_steps=len(steps),
+                seconds=reply.answered_seconds - reply.asked_seconds,
+            )
         self.events.answered(update, reply, None)
 
     def revoke(

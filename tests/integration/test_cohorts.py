@@ -456,6 +456,19 @@ def test_run_that_tolerates_dropouts_says_what_that_costs(tmp_path: Path):
     assert sum("without up to 1 of 5 sites" in text for text in world.heard) == 5
 
 
+def test_different_steps_in_a_sum_need_each_operators_consent(tmp_path: Path):
+    """Whose number changes would show in the difference of two sums."""
+    schedule = {"allocation": "capacity"}
+    made = job_of(SITES[:3], rounds=3, training={"local_steps": 4}, schedule=schedule)
+    with pytest.raises(SiteError, match=r"allocation: .*policy\.accept_dropouts"):
+        World(tmp_path / "refuses").run(made)
+    world = World(tmp_path / "accepts", {"accept_dropouts": True})
+    world.run(made)
+    assert world.answered() == [3, 3, 3]
+    (warned,) = [e.message for e in world.seen if isinstance(e, events.Warned)]
+    assert "(schedule.allocation)" in warned
+
+
 def test_dropout_with_consent_completes_the_round(tmp_path: Path):
     """And it is noted at the sites, where the operators can look."""
     world = World(tmp_path, {"accept_dropouts": True})

@@ -315,6 +315,7 @@ BODY = {
     "update_clip": "task digest",
     "plan": "task digest; compared with the contract",
     "divisor": "compared with the contract; model digest of what follows",
+    "steps_by_site": "task digest; compared with the task's own steps",
 }
 
 
@@ -343,6 +344,13 @@ def test_every_word_of_a_task_is_bound_or_compared():
     for first, number in ((0, 4), (4, 4), (0, 8)):
         steps = replace(task, first_step=first, num_steps=number)
         digests |= {task_digest(steps, body)}
+    shown = replace(body, steps_by_site=(4, 8, 2))
+    digests |= {
+        task_digest(replace(task, num_steps=8), shown),
+        task_digest(replace(task, num_steps=8, first_step=4), shown),
+        task_digest(task, replace(shown, steps_by_site=(8, 4, 2))),
+        task_digest(task, replace(shown, steps_by_site=(48, 2))),
+    }
     plan = LevelPlan(levels=4, steps_b=np.ones(1, np.float32))
     for other in (
         plan,
@@ -350,7 +358,7 @@ def test_every_word_of_a_task_is_bound_or_compared():
         replace(plan, steps_b=plan.steps_b * 2),
     ):
         digests |= {task_digest(task, replace(body, plan=other))}
-    assert len(digests) == 15
+    assert len(digests) == 19
     weights_d, integers_m = task.weights_d, task.integers_m
     joined = np.concatenate([weights_d, integers_m[:1].view(np.float32)])
     models = {

@@ -96,6 +96,7 @@ BODY: Mapping[str, Change] = {
         "plan", lambda plan: plan and replace(plan, steps_b=plan.steps_b / 2)
     ),
     "divisor": in_body("divisor", lambda divisor: divisor + 0.5),
+    "steps_by_site": in_body("steps_by_site", lambda steps: (*steps, 1)),
 }
 SPECS = {
     "encryption": EncryptionSpec(key="file:other"),

@@ -12,6 +12,7 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from federation.events import (
+    CostPredicted,
     Event,
     ModelEvaluated,
     RoundFinished,
@@ -264,3 +265,75 @@ def test_fast_site_does_not_pull_the_model_to_itself():
         [e.pooled.loss_sum for e in of(ModelEvaluated, events)] for events in ends
     )
     assert capacity[-1] == pytest.approx(static[-1], rel=0.02)
+
+
+FOUR_TIMES = {
+    "simulation": {
+        "machines": [
+            {"site": site, "examples_per_second": rate}
+            for site, rate in zip(SITES, (25.0, 25.0, 50.0, 100.0), strict=True)
+        ]
+    }
+}
+
+
+def in_secret(threshold: int = 4, **more: Any) -> dict[str, Any]:
+    secure = {"enabled": True, "threshold": threshold, **more}
+    return {
+        "privacy": {"secure_aggregation": secure},
+        "aggregation": {"weights": "uniform"},
+    }
+
+
+@pytest.mark.parametrize("threshold", [4, 3])
+def test_sums_of_unequal_sites_take_less_time_for_the_same_loss(threshold: int):
+    at_the_end = {"rounds": 30, "training": {"local_steps": 16}}
+    tables = (at_the_end, FOUR_TIMES, in_secret(threshold))
+    waits, events = (told(job_of(*tables, *more)) for more in ((), (CAPACITY,)))
+    static, found = (
+        [e.seconds for e in of(RoundFinished, each)][3:] for each in (waits, events)
+    )
+    assert max(found) < 0.6 * min(static)
+    assert max(found) < 1.15 * min(found)  # It does not swing.
+    assert {e.status for e in of(RoundFinished, events)} == {"completed"}
+    losses = [of(ModelEvaluated, each)[-1].pooled.loss_sum for each in (waits, events)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_sums_tell_no_more_of_a_site_than_when_it_answers():
+    events = told(job_of(EIGHT, FOUR_TIMES, in_secret(), CAPACITY))
+    answers = of(SiteAnswered, events)
+    assert len(answers) == 48
+    (predicted,) = of(CostPredicted, events)
+    found = sum(e.bytes_down for e in of(RoundFinished, events))
+    assert predicted.bytes_down == (found, found), "steps of all sites travel too"
+    assert all(
+        each is None or each == ()
+        for a in answers
+        for each in (a.num_steps, a.num_examples, a.weight, a.training, a.phases)
+    )
+
+
+def test_clip_norm_is_that_of_the_scaled_update():
+    """A site of one step is scaled to eight: clipped before, it would exceed it."""
+    small = in_secret(clip_norm=1e-3)
+    events = told(job_of(EIGHT, FOUR_TIMES, small, CAPACITY))
+    rounds = of(RoundFinished, events)
+    assert {e.status for e in rounds} == {"completed"}
+    assert 0.75e-3 < max(e.update_norm for e in rounds) <= 1.001e-3
+
+
+def test_resumed_run_of_sums_goes_on_as_fast(tmp_path: Path):
+    job, rounds = job_of(EIGHT, FOUR_TIMES, in_secret(), CAPACITY), 0
+
+    def count(event: Event) -> None:
+        nonlocal rounds
+        rounds += isinstance(event, RoundFinished)
+
+    whole = [e.seconds for e in of(RoundFinished, told(job))]
+    first = told_by(job, tmp_path / "run", count, stop=lambda: rounds >= 5)
+    second = told_by(job, tmp_path / "run", count, resume=True)
+    found = of(RoundFinished, [*first, *second])
+    assert [e.round_index for e in found] == [*range(1, 13)]
+    assert [e.seconds for e in found] == pytest.approx(whole, rel=0.05)
+    assert len(of(SiteAnswered, [*first, *second])) == 48

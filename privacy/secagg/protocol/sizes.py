@@ -50,8 +50,13 @@ _DIGEST, _SIGNATURE = bytes(DIGEST_BYTES), bytes(SIGNATURE_BYTES)
 _SHARE = bytes(SHARE_BYTES)
 
 
-def sizes(contract: Contract) -> SecureSizes:
-    """Bytes of the messages of a run in which all sites of the contract answer."""
+def sizes(contract: Contract, *, by_capacity: bool = False) -> SecureSizes:
+    """Bytes of the messages of a run in which all sites of the contract answer.
+
+    Args:
+        contract: What all have agreed on.
+        by_capacity: Whether tasks show how many steps each site takes.
+    """
     cohort = contract.cohort
     dropouts = contract.setting is Setting.P2
     confirms = {i: _confirm(contract, i) for i in cohort}
@@ -74,12 +79,17 @@ def sizes(contract: Contract) -> SecureSizes:
     )
     fragments = [Fragment(i, contract.fragments) for i in range(contract.fragments)]
     plans = [_plan(contract, fragment) for fragment in fragments]
+    steps = (1,) * len(cohort) if by_capacity else ()
     all_confirms = Confirms(confirms=confirms).to_bytes()
     return SecureSizes(
         setup=_setup(contract, confirms),
         opening=_opening(contract, head, bundle, row) if dropouts else {},
-        first_task=len(_train_body(before_rounds(_DIGEST), all_confirms, plans[0])),
-        next_tasks=tuple(len(_train_body(_opened(cohort), b"", p)) for p in plans),
+        first_task=len(
+            _train_body(before_rounds(_DIGEST), all_confirms, plans[0], steps)
+        ),
+        next_tasks=tuple(
+            len(_train_body(_opened(cohort), b"", plan, steps)) for plan in plans
+        ),
         last_task=len(_train_body(_opened(cohort), b"", None)),
         answer=len(masked.to_bytes()),
         header_words=len(contract.header_slots),
@@ -187,7 +197,12 @@ def _opened(cohort: tuple[int, ...]) -> OpenedRound:
     return replace(before_rounds(_DIGEST), round_index=1, survivors=cohort)
 
 
-def _train_body(opened: OpenedRound, confirms: bytes, plan: LevelPlan | None) -> bytes:
+def _train_body(
+    opened: OpenedRound,
+    confirms: bytes,
+    plan: LevelPlan | None,
+    steps_by_site: tuple[int, ...] = (),
+) -> bytes:
     certificate = Certificate(
         opened=opened, model_digest=_DIGEST, signature=_SIGNATURE
     ).to_bytes()
@@ -198,5 +213,6 @@ def _train_body(opened: OpenedRound, confirms: bytes, plan: LevelPlan | None) ->
             certificate=certificate,
             update_clip=1.0,
             plan=plan,
+            steps_by_site=steps_by_site,
         )
     )

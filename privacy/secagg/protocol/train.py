@@ -31,7 +31,7 @@ from privacy.counts import coarse
 from privacy.keystream import Mask
 from privacy.secagg.agreement.canonical import Reader, fields, float64, lp, u64
 from privacy.secagg.agreement.certificate import MAX_CERTIFICATE_BYTES
-from privacy.secagg.agreement.contract import Contract, Setting
+from privacy.secagg.agreement.contract import MAX_MEMBERS, Contract, Setting
 from privacy.secagg.agreement.message import DIGEST_BYTES
 from privacy.secagg.arithmetic.header import HeaderSpec, Slot, SlotKind
 from privacy.secagg.arithmetic.levels import LevelPlan
@@ -103,6 +103,9 @@ class TrainBody:
         plan: Levels and steps of the updates; None where they are words of the ring.
         divisor: If the task has the words of the newest sum in place of a model, what
             the sum is divided by; otherwise 0.
+        steps_by_site: If sites take different numbers of local steps, those of each
+            site of the cohort, in the order of their numbers; 0 for a site that is not
+            asked.
     """
 
     setup_hash: bytes
@@ -111,6 +114,7 @@ class TrainBody:
     update_clip: float
     plan: LevelPlan | None = None
     divisor: float = 0.0
+    steps_by_site: tuple[int, ...] = ()
 
 
 def model_digest(weights_d: Words, integers_m: IntegerVector) -> bytes:
@@ -132,12 +136,17 @@ def task_digest(task: RoundTask, body: TrainBody) -> bytes:
     other's updates. Were levels and steps not in it, sites would round to different
     grids, and the sum would show whose. Were the local steps not in it, one site could
     be made to train for longer than the others, so that most of the sum is its own.
+    Where sites take different numbers of steps, each sees those of all, and compares
+    its own.
     Were the state that sites begin with not in it, nor the certificate that settles
     what a site adds of that state, one site could be made to begin with another, and
     the difference of two sums would be its own.
     """
     asked = f"{task.kind.value} {task.evaluate:d} {task.evaluate_after:d}"
-    if task.num_steps:
+    if body.steps_by_site:
+        by_site = " ".join(map(str, body.steps_by_site))
+        asked += f" by site {task.first_step} {by_site}"
+    elif task.num_steps:
         asked += f" {task.num_steps} {task.first_step}"
     if task.counted:
         asked += f" counted {task.counted}"
@@ -278,7 +287,10 @@ def write_train(body: TrainBody) -> bytes:
         levels = body.plan.levels
         steps = body.plan.steps_b.astype("<f4", copy=False).tobytes()
     plan = u64(levels) + lp(steps)
-    return head + float64(body.update_clip) + plan + float64(body.divisor)
+    data = head + float64(body.update_clip) + plan + float64(body.divisor)
+    if body.steps_by_site:
+        data += u64(len(body.steps_by_site)) + b"".join(map(u64, body.steps_by_site))
+    return data
 
 
 def read_train(data: bytes) -> TrainBody:
@@ -295,6 +307,7 @@ def read_train(data: bytes) -> TrainBody:
         update_clip=reader.float64("update_clip"),
         plan=_read_plan(reader),
         divisor=reader.float64("divisor"),
+        steps_by_site=_read_steps_by_site(reader),
     )
     reader.end()
     if body.update_clip <= 0:
@@ -302,6 +315,13 @@ def read_train(data: bytes) -> TrainBody:
     if body.divisor < 0:
         raise MalformedMessage(f"a divisor of {body.divisor} is not positive")
     return body
+
+
+def _read_steps_by_site(reader: Reader) -> tuple[int, ...]:
+    if reader.is_at_end:
+        return ()
+    count = reader.u64("count of steps_by_site", low=1, high=MAX_MEMBERS)
+    return tuple(reader.u64("steps_by_site") for _ in range(count))
 
 
 def _read_plan(reader: Reader) -> LevelPlan | None:

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 from support import toy
 
@@ -29,7 +31,9 @@ def job_of(each: int = 20, **schedule: int) -> JobSpec:
     )
 
 
-def took(num_steps: int, seconds: float, train_seconds: float) -> RoundTime:
+def took(
+    num_steps: int, seconds: float, train_seconds: float | None = None
+) -> RoundTime:
     return RoundTime(
         round_index=1,
         num_steps=num_steps,
@@ -102,6 +106,34 @@ def test_slower_site_is_known_after_three_rounds(count: int):
     found = play(4)  # Three show it, the fourth follows them.
     best = allocate(job, sites, {site: Pace(1 / v, 0.1) for site, v in speeds.items()})
     assert found[sites[3]] == pytest.approx(best[sites[3]], rel=0.1, abs=1)
+
+
+@pytest.mark.parametrize("waiting_s", [0.0, 2.0, 20.0])
+def test_arrival_times_alone_lead_to_the_same_end_without_swinging(waiting_s: float):
+    """Seconds of a step are up to 3 % off: soon that is all that rounds differ by."""
+    sites = [SiteId(f"site-{i}") for i in range(4)]
+    speeds = dict(zip(sites, (1.0, 1.0, 2.0, 4.0), strict=True))
+    job, rng = job_of(100), np.random.default_rng(5)
+    times = dict[SiteId, tuple[RoundTime, ...]]()
+    ends, shares = [], []
+    for _ in range(30):
+        paces = {site: capacity._pace(found) for site, found in times.items()}
+        steps = allocate(job, sites, {s: p for s, p in paces.items() if p})
+        ends.append([waiting_s + n / speeds[site] for site, n in steps.items()])
+        shares.append(steps[sites[3]])
+        for site, num_steps in steps.items():
+            seconds = waiting_s + num_steps / speeds[site] * rng.uniform(0.97, 1.03)
+            times[site] = (*times.get(site, ()), took(num_steps, seconds))[-3:]
+    assert max(max(end) / min(end) for end in ends[8:]) < 1.12
+    assert max(shares[8:]) / min(shares[8:]) < 1.12
+    assert all(later >= 0.95 * sooner for sooner, later in pairwise(shares))
+
+
+def test_times_with_and_without_the_sites_word_count_alike():
+    """One that was late is the aggregator's own estimate."""
+    known = (took(10, 5.0), took(10, 20.0, 20.0), took(8, 4.0))
+    assert capacity._pace(known) == Pace(0.5, 0.0)
+    assert capacity._pace(()) is None
 
 
 def test_late_site_gets_less_work_and_absent_one_does_not():

@@ -1,6 +1,7 @@
 """A site under secure aggregation: what it refuses, and what it says then."""
 
 import gc
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -109,6 +110,83 @@ def test_model_of_another_layout_is_refused(after_a_run: Recording):
     rounds = [t for t in after_a_run.tasks if isinstance(t, RoundTask)]
     task = replace(rounds[-1], layout_digest="0" * 64)
     assert "different layout" in refused(after_a_run.site, task)
+
+
+def by_capacity(num_sites: int = 3, **schedule: Any) -> JobSpec:
+    """All must answer; a round has four steps on average."""
+    return secure_job(
+        num_sites,
+        threshold=num_sites,
+        rounds=2,
+        training={"local_steps": 4},
+        evaluation={"every": 0},
+        schedule={"allocation": "capacity", **schedule},
+    )
+
+
+def with_steps(task: RoundTask, *steps: int) -> RoundTask:
+    body = replace(read_train(task.secure), steps_by_site=steps)
+    return replace(task, secure=write_train(body))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda task: replace(task, num_steps=5), "5 local steps, .* shown 4"),
+        (lambda task: with_steps(task, 4, 5, 4), "4 local steps, .* shown 5"),
+        (lambda task: with_steps(task, 4, 4), "steps of 2 sites, of 3"),
+        (with_steps, "steps of 0 sites, of 3"),
+        (lambda task: replace(task, num_steps=17), "17 local steps"),
+        (lambda task: with_steps(task, 1, 4, 7), "for a different run"),
+    ],
+)
+def test_all_sites_of_a_sum_see_the_same_steps_and_take_them(
+    change: Callable[[RoundTask], Task], text: str
+):
+    """Else one is refused before it trains; or its masks do not come off the sum."""
+    found = run(by_capacity(), wraps={SITE: lambda site: Spoilt(site, change)})
+    assert found.statuses() == ["lost", "completed"]
+    ((site, message),) = found.failures(1)
+    assert site == SITE
+    assert re.search(text, message)
+
+
+def test_sites_that_see_other_steps_than_the_rest_are_not_in_its_sum():
+    """Two of four: their own entries are right, and their masks cancel among them."""
+    two = {
+        name: lambda site: Spoilt(site, lambda task: with_steps(task, 4, 4, 9, 9))
+        for name in ("site-0", "site-1")
+    }
+    found = run(by_capacity(4), wraps=two)
+    assert found.statuses() == ["lost", "completed"]
+    assert {site for site, _ in found.failures(1)} == {*two}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training": {"local_steps": 4}},
+        {
+            "training": {"local_steps": 4},
+            "schedule": {"local_work": "auto", "max_local_steps": 8},
+        },
+    ],
+    ids=["fixed", "auto"],
+)
+def test_sites_of_a_job_that_does_not_say_so_take_the_same_steps(
+    changes: dict[str, Any],
+):
+    """Even if all are shown the same: such sites do not scale their updates."""
+    job = secure_job(3, threshold=3, rounds=2, **changes)
+    names = [site.name for site in job.sites]
+    spoilt = [
+        lambda site: Spoilt(site, lambda task: with_steps(task, 4, 4, 4)) for _ in names
+    ]
+    found = run(job, wraps=dict(zip(names, spoilt, strict=True)))
+    assert found.statuses() == ["lost", "completed"]
+    assert {text.split(", ")[-1] for _, text in found.failures(1)} == {
+        "which all take the same"
+    }
 
 
 def test_step_that_is_not_one_is_refused(after_a_run: Recording):

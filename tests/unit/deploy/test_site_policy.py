@@ -159,6 +159,14 @@ def test_the_remedy_is_that_of_all_faults():
             "allows 8 batches a step (policy.max_accumulate)",
         ),
         (
+            secure_job(
+                training={"local_steps": 4}, schedule={"allocation": "capacity"}
+            ),
+            {**OPEN, "accept_dropouts": False},
+            "schedule.allocation",
+            "differ by single sites (policy.accept_dropouts)",
+        ),
+        (
             secure_job(2, threshold=2, clip_norm=20.0),
             OPEN,
             "privacy.secure_aggregation.clip_norm",

@@ -26,6 +26,7 @@ def test_every_field_of_a_task_is_shown():
         "update_clip": 0.125,
         "plan": "none",
         "divisor": 0.0,
+        "steps_by_site": [],
     }
     assert {field.name for field in fields(TrainBody)} == set(decode(data))
     assert read_train(data) == BODY
@@ -46,6 +47,24 @@ def test_levels_and_steps_of_a_task_are_shown():
     assert found["divisor"] == 2.5
 
 
+def test_steps_of_all_sites_follow_the_task_and_are_shown():
+    """Without them the task is as it was before there were any."""
+    body = replace(BODY, steps_by_site=(3, 0, 12))
+    data = write_train(body)
+    begin = write_train(BODY)
+    assert data == begin + b"".join(n.to_bytes(8, "big") for n in (3, 3, 0, 12))
+    assert decode(data)["steps_by_site"] == [3, 0, 12]
+    assert read_train(data) == body
+    for wrong, text in (
+        (begin + bytes(8), "steps_by_site is 0"),
+        (begin + (65).to_bytes(8, "big") + bytes(8 * 65), "steps_by_site is 65"),
+        (data[:-1], "inside steps_by_site"),
+        (data + b"\0", "follow its end"),
+    ):
+        with pytest.raises(ProtocolError, match=text):
+            decode(wrong)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -59,7 +78,7 @@ def test_levels_and_steps_of_a_task_are_shown():
         (lambda data: data[:-8] + b"\x7f\xf8" + bytes(6), "divisor"),
         (lambda data: data[:-17] + b"\x04" + data[-16:], r"0 bytes .*steps of 4"),
         (lambda data: data[:-9] + b"\x04" + bytes(4) + data[-8:], "no steps of 0"),
-        (lambda data: data + b"\x00", "follow its end"),
+        (lambda data: data + b"\x00", "inside count of steps_by_site"),
     ],
 )
 def test_task_without_sound_numbers_is_no_message(change, text: str):  # noqa: ANN001
