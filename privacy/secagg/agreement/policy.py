@@ -70,7 +70,8 @@ class LocalPolicy:
         privacy_profiles: Profiles of differential privacy that are accepted.
         epsilon_cap: Largest epsilon cap of a run. Any finite number refuses a run
             without differential privacy.
-        max_delta: Largest delta; below 1 it refuses such a run too.
+        max_delta: Largest delta where whole sites are the unit; below 1 it refuses a
+            run without differential privacy too.
         require_hybrid: Whether pair secrets must rest on ML-KEM-768 too.
         noise_share: What this site counts on where noise adds up inside the sum;
             None if it has planned none, and then no such run is accepted.
@@ -270,12 +271,21 @@ def _strength_faults(q: Contract, policy: LocalPolicy) -> _Faults:
 
 
 def _privacy_faults(q: Contract, policy: LocalPolicy) -> _Faults:
-    """What the contract claims for single records or sites."""
+    """What the contract claims for single records or sites.
+
+    Its delta is the largest of all sites. Where records or persons are the unit, that
+    says nothing about this site: its own accountant composes its own sampling rate with
+    noise that it draws, or that ``noise_share`` counts on, at the delta of its own
+    number of records. Another site with fewer records, so a larger delta, changes none
+    of these; noise inside the sum is planned for whoever needs most. The site has
+    checked its own delta before it promised it. Whole sites have one delta together.
+    """
     terms, table = q.differential_privacy, "differential_privacy"
     if terms.profile not in policy.privacy_profiles:
         yield _Fault(f"{table}.profile", f"this site does not accept {terms.profile!r}")
     yield from _above(f"{table}.epsilon_cap", terms.largest_epsilon, policy.epsilon_cap)
-    yield from _above(f"{table}.delta", terms.largest_delta, policy.max_delta)
+    if terms.profile in {"none", "site"}:
+        yield from _above(f"{table}.delta", terms.largest_delta, policy.max_delta)
     yield from _noise_faults(q, policy)
 
 

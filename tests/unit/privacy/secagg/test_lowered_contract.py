@@ -49,7 +49,6 @@ def _site(drawn: _Drawn, **policy: Any) -> SiteSetup:
         "weight_rules": frozenset({"examples"}),
         "privacy_profiles": frozenset({"record"}),
         "epsilon_cap": 4.0,
-        "max_delta": 1e-6,
     }
     return PARTIES.site_setup(
         1, policy=PARTIES.policy(**(demands | policy)), random_bytes=drawn
@@ -108,7 +107,6 @@ def test_what_was_agreed_is_accepted():
         ("hybrid", {"hybrid": False}),
         ("differential_privacy.profile", {"differential_privacy": NO_PRIVACY}),
         ("differential_privacy.epsilon_cap", {"epsilon_cap": 4.1}),
-        ("differential_privacy.delta", {"delta": 1.1e-6}),
     ],
 )
 def test_lowered_field_ends_the_setup(key: str | None, lowered: dict[str, Any]):
@@ -119,7 +117,7 @@ def test_lowered_field_ends_the_setup(key: str | None, lowered: dict[str, Any]):
         "threshold": 5,
         "min_sites": 4,
     }
-    if key is not None and key.split(".")[-1] in {"epsilon_cap", "delta"}:
+    if key == "differential_privacy.epsilon_cap":
         lowered = {"differential_privacy": dataclasses.replace(RECORD, **lowered)}
     _assert_refused(key, PARTIES.contract(**(values | lowered)).to_bytes())
 

@@ -57,7 +57,7 @@ def test_contract_against_the_policy_is_refused(
     [
         ("profile", {}, {"privacy_profiles": frozenset({"joint", "site"})}),
         ("epsilon_cap", {}, {"epsilon_cap": 3.9}),
-        ("delta", {}, {"max_delta": 9e-7}),
+        ("delta", {"profile": "site"}, {"max_delta": 9e-7}),
         ("profile", None, {"privacy_profiles": frozenset({"record"})}),
         ("epsilon_cap", None, {"epsilon_cap": 1e9}),
         ("delta", None, {"max_delta": 0.99}),
@@ -176,6 +176,14 @@ def test_noise_at_the_limit_passes(profile: str):
     check_against_policy(_with_noise(profile), policy)
     check_against_policy(_with_noise(profile, RING.noise_std * 1.01), policy)
     check_against_policy(_with_noise(profile, threshold=5), policy)
+
+
+@pytest.mark.parametrize("profile", ["record", "person", "joint"])
+def test_delta_of_a_site_with_fewer_records_weakens_no_other(profile: str):
+    """Each accounts for its own records at its own delta, which it has checked."""
+    std = RING.noise_std if profile == "joint" else 0.0
+    policy = PARTIES.policy(noise_share=SHARE, max_delta=1e-9)
+    check_against_policy(_with_noise(profile, std), policy)
 
 
 @pytest.mark.parametrize("profile", ["joint", "site"])
