@@ -87,6 +87,8 @@ class SignedHandshake:
                 for site, anchor in sorted(anchors.items())
             ),
             num_values=num_values,
+            roster_serial=roster.serial,
+            roster_digest=roster.digest.hex(),
         )
         sealed = introduction.seal_proposal(proposal, aggregator)
         sites = frozenset(SiteId(site.name) for site in job.sites)

@@ -37,11 +37,13 @@ from deploy.doctor.checks import (
 )
 from deploy.site_host import config as site_file, folder as site_folder
 from deploy.site_host.config import SiteConfig
+from deploy.site_host.enrol import newest_roster
 from deploy.wiring.job_data import load_data
 from federation.addresses import parse_address
 from federation.errors import FederationError
 from federation.protocols import Clock
 from privacy.membership.certificates import parse_certificate
+from privacy.secagg.agreement import roster
 from privacy.secret_files import read_private
 
 CALL_SECONDS = 30.0  # A slow connection is measured and reported.
@@ -194,6 +196,8 @@ def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         )
     yield from _skew(date, clock)
     yield from _is_let_in(config, clock)
+    if status == _OK and config.certificate is not None:
+        yield from _roster(config, clock)
 
 
 def _skew(date: str, clock: Clock) -> Iterator[Check]:
@@ -226,6 +230,22 @@ def _is_let_in(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         found = "the aggregator accepts this site's certificate"
         yield ok("admission", found)
         yield from _bandwidth(config, clock)
+
+
+@or_problem("roster", _ENROL)
+def _roster(config: SiteConfig, clock: Clock) -> Iterator[Check]:
+    """Whether the aggregator has a newer one: sites refuse jobs over another."""
+    held = roster.load(config.roster).serial
+    newest = newest_roster(config, clock=clock).serial
+    if newest > held:
+        yield warning(
+            "roster",
+            f"the aggregator has roster {newest}, this site {held}: it refuses jobs "
+            "with secure aggregation until it has the same",
+            f"crossfed enroll --roster --folder {config.folder}",
+        )
+    else:
+        yield ok("roster", f"{held}, as at the aggregator")
 
 
 def _bandwidth(config: SiteConfig, clock: Clock) -> Iterator[Check]:

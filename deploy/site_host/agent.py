@@ -421,7 +421,7 @@ class SiteAgent:
         self._close_run()
         if not is_open:
             self.config = site_file.read_again(self.config)
-        pool, data = self._loaded(job, run_id, is_new=is_new)
+        pool, data = self._loaded(job, proposal, roster, is_new=is_new)
         if roster != self.roster:
             self.listener(f"roster {roster.serial} is in use from run {run_id} on")
             self.roster = roster
@@ -444,7 +444,7 @@ class SiteAgent:
         )
 
     def _loaded(
-        self, job: JobSpec, run_id: RunId, *, is_new: bool
+        self, job: JobSpec, proposal: Proposal, roster: Roster, *, is_new: bool
     ) -> tuple[ModelPool, SiteData]:
         """Load model and data of a job, and check it against what the operator allows.
 
@@ -460,6 +460,9 @@ class SiteAgent:
             faults.check()
         with faults.noted():
             self._check_total(job)
+        with faults.noted():
+            if is_new and job.privacy.secure_aggregation.enabled:
+                enrolment_roster.check_same(self.config, roster, proposal)
         public = PolicySpec().functions  # Datasets of crossfed are for rehearsals.
         if not has_data and (job.data is None or job.data.source not in public):
             faults.own_data = site_data.own_data(file, job)
@@ -483,7 +486,7 @@ class SiteAgent:
             faults.is_unseen = is_private
             faults.check()
         if is_new and is_private:
-            note_limits(faults, run_id, data[0], self.config)
+            note_limits(faults, RunId(proposal.run_id), data[0], self.config)
         faults.check()
         return pools[0], data[0]
 

@@ -8,9 +8,11 @@ compared its digest with others, or if the operator has signed it.
 from cryptography.hazmat.primitives import hashes
 
 from deploy.site_host.config import SiteConfig
+from federation.errors import SiteError
 from federation.ids import SiteId
 from privacy.membership import roster_signature
 from privacy.membership.certificates import read_certificate
+from privacy.membership.introduction import Proposal
 from privacy.membership.messages import EnrolmentReply
 from privacy.membership.token import EnrolmentRefused
 from privacy.secagg.agreement import identity, roster
@@ -82,6 +84,29 @@ def _replace(config: SiteConfig, newest: Roster, before: Roster | None) -> None:
         )
     check_own_entry(newest, SiteId(config.file.name), identity.load(config.identity))
     roster.save(newest, config.roster)
+
+
+def check_same(config: SiteConfig, held: Roster, proposal: Proposal) -> None:
+    """Check that a run rests on the roster of this site, before it begins.
+
+    The contract says so again; a site would refuse it only in the first round.
+
+    Raises:
+        SiteError: It rests on another one.
+    """
+    serial = proposal.roster_serial
+    if proposal.roster_digest in {"", held.digest.hex()}:
+        return
+    advice = "submit the job again, as a new run"  # This one keeps its older roster.
+    if serial >= held.serial:
+        command = f"crossfed enroll --roster --folder {config.folder}"
+        advice = f"its operator compares it and accepts it with {command}"
+    other = "another " if serial == held.serial else ""
+    fault = (
+        f"site {config.file.name!r} has roster {held.serial}, but the run has {other}"
+        f"roster {serial}: {advice}"
+    )
+    raise SiteError(fault, outside=fault.replace(str(config.folder), "DIR"))
 
 
 def newest(config: SiteConfig, held: Roster, own: Identity) -> Roster:

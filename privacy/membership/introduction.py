@@ -66,6 +66,8 @@ class Proposal:
         nonce: Fresh for every start of a coordinator; 32 hexadecimal digits.
         anchors: Anchors of the sites that have charged something in this run.
         num_values: Float values of the model, for relays, which do not build it.
+        roster_serial: Serial of the roster that the run's contracts rest on.
+        roster_digest: Its digest, hexadecimal; empty if the aggregator does not say.
     """
 
     version: int
@@ -76,6 +78,8 @@ class Proposal:
     nonce: str
     anchors: tuple[SiteAnchor, ...] = ()
     num_values: int = 0
+    roster_serial: int = 0
+    roster_digest: str = ""
 
     def anchor_of(self, site: SiteId) -> LedgerAnchor:
         """Return the minimum that a site's ledger must hold."""

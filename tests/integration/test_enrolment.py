@@ -14,6 +14,8 @@ from support.programs import needs
 from support.proxy_server import RunningProxy
 
 from deploy.aggregator_host import enrolment_http, enrolment_operator
+from deploy.doctor import site as doctor_site
+from deploy.doctor.checks import Check
 from deploy.site_host import config as site_file, enrol as enrolment_site
 from deploy.site_host.enrol import SiteEnrolled
 from deploy.site_host.enrolment_connection import Aggregator
@@ -71,7 +73,11 @@ def _host(folder: Path) -> Iterator[Host]:
         bodies.append(body)
         return service.handle(body)
 
-    handlers = {"GET /enroll": service.authority, "POST /enroll": handle}
+    handlers = {
+        "GET /enroll": service.authority,
+        "POST /enroll": handle,
+        "GET /health": lambda _body: (200, b""),
+    }
     authority = Authority.load(federation.aggregator, clock=SystemClock())
     with (
         enrolment_http.serve(handlers) as port,
@@ -110,6 +116,21 @@ def test_life_of_a_site(host: Host):
         assert host.proxy.ask(FLEET, certificate=certificate) == "403"
     with pytest.raises(EnrolmentRefused, match="expired or revoked"):
         enrolment_site.renew(config, clock=SystemClock())
+
+
+def test_doctor_compares_rosters(host: Host):
+    """A site that has enrolled before others learns it from no one else."""
+    host.enroll(host.invite("site-g"))
+    path = host.config("site-g").path
+
+    def roster() -> Check:
+        found = {each.name: each for each in doctor_site.checks(path, SystemClock())}
+        return found["roster"]
+
+    assert roster().status == "ok"
+    host.enroll(host.invite("site-h"))
+    assert roster().status == "warning"
+    assert roster().advice == f"crossfed enroll --roster --folder {path.parent}"
 
 
 @pytest.mark.flower

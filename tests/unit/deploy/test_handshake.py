@@ -79,6 +79,8 @@ def test_question_holds_job_run_and_code(call: SignedHandshake, members: Consort
     assert job_file.loads(asked.job) == JOB
     assert asked.code_hash == code_hash().hex()
     assert asked.release == introduction.release()
+    assert asked.roster_serial == members.roster.serial
+    assert asked.roster_digest == members.roster.digest.hex()
 
 
 def test_each_site_reads_its_own_anchor(members: Consortium):

@@ -582,6 +582,40 @@ def test_roster_that_cannot_be_taken_is_told_and_left(
     assert reason in line
 
 
+@pytest.mark.parametrize(
+    ("serial", "what"),
+    [(2, "another roster 2: its"), (3, "roster 3: its"), (1, "roster 1: submit the")],
+)
+def test_another_roster_is_refused_with_everything_else(
+    tmp_path: Path, members: Consortium, serial: int, what: str
+):
+    """Or the run would lose its first rounds; the operator reads which command helps."""
+    said: list[str] = []
+    held = replace(members, roster=replace(members.roster, serial=2))
+    agent = agents.agent(tmp_path, NAME, held)
+    agent.listener = said.append
+    secure = {"secure_aggregation": {"enabled": True, "two_sites_waiver": True}}
+    privacy = job_file.document(private_job())["privacy"] | secure
+    weights = {"weights": "uniform"}
+    job = small_job(
+        num_sites=2, rounds=10_001, privacy=privacy, aggregation=weights
+    )
+    other = replace(held.roster, serial=serial, aggregator_organisation="offices")
+    rests_on = {"roster_serial": serial, "roster_digest": other.digest.hex()}
+    refused = agents.propose(agent, held, agents.proposal(job, **rests_on)).refused
+    assert "policy.max_rounds" in refused
+    assert f"has roster 2, but the run has {what}" in refused
+    assert ("crossfed enroll --roster --folder DIR" in refused) == (serial > 1)
+    command = f"crossfed enroll --roster --folder {agent.config.folder}"
+    assert (command in said[0]) == (serial > 1)
+    in_the_clear = agents.proposal(small_job(num_sites=2), **rests_on)
+    assert agents.propose(agent, held, in_the_clear).refused == ""
+    same = {"roster_serial": 2, "roster_digest": held.roster.digest.hex()}
+    made = agents.proposal(job, **same)
+    assert "roster" not in agents.propose(agent, held, made).refused
+    agent.close()
+
+
 @pytest.mark.slow
 def test_promise_is_that_of_a_simulation(
     agent: SiteAgent, tmp_path: Path, members: Consortium
