@@ -45,6 +45,7 @@ _PAIR = 2
 # Before an operator changes a value of ``site.toml``, by its dotted key.
 _CAUTIONS = {
     "policy.functions": "read what they do first",
+    "policy.max_delta": f"or leave it, and have the job set {_DELTA}",
     "data.source": "what loads this site's own data; read what it does first",
     "data.options": "all its arguments; check each",
     "data.preprocessing": (
@@ -276,7 +277,8 @@ def check_delta(policy: PolicySpec, site: SiteId, delta: float) -> None:
     if policy.demands_privacy and delta > policy.max_delta:
         raise JobError(
             f"comes to {delta:.1e} at site {site!r}, which allows "
-            f"{policy.max_delta:g} (policy.max_delta)",
+            f"{policy.max_delta:g} (policy.max_delta): set it to {policy.max_delta:g} "
+            "in the job",
             key=_DELTA,
             remedy={"policy.max_delta": delta},
         )

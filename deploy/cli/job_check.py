@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.site_plans import PrivateSites
 from clients.training.local_federation import Federation
 from deploy.wiring.rehearsal import dropout_notice, rehearse, traffic_of
@@ -128,6 +129,12 @@ def forecast(
     if private is not None:
         planned = private.planned(at=clock.now())
         lines = [*privacy_words.lines(planned, _MAX_SITES_WITH_LINES), *lines]
+        largest, usual = max(each.delta for each in planned.sites), PolicySpec()
+        if largest > usual.max_delta:
+            lines.append(
+                f"a site refuses delta {largest:g} unless it raises policy.max_delta: "
+                f"set privacy.differential_privacy.delta = {usual.max_delta:g}"
+            )
     traffic = traffic_of(federation, contract)
     if speeds is None or traffic is None:
         return Forecast(promises=lines, traffic=traffic)

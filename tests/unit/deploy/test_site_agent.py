@@ -589,7 +589,7 @@ def test_roster_that_cannot_be_taken_is_told_and_left(
 def test_another_roster_is_refused_with_everything_else(
     tmp_path: Path, members: Consortium, serial: int, what: str
 ):
-    """Or the run would lose its first rounds; the operator reads which command helps."""
+    """Or the run would lose its first rounds; the log has the command that helps."""
     said: list[str] = []
     held = replace(members, roster=replace(members.roster, serial=2))
     agent = agents.agent(tmp_path, NAME, held)
@@ -597,9 +597,7 @@ def test_another_roster_is_refused_with_everything_else(
     secure = {"secure_aggregation": {"enabled": True, "two_sites_waiver": True}}
     privacy = job_file.document(private_job())["privacy"] | secure
     weights = {"weights": "uniform"}
-    job = small_job(
-        num_sites=2, rounds=10_001, privacy=privacy, aggregation=weights
-    )
+    job = small_job(num_sites=2, rounds=10_001, privacy=privacy, aggregation=weights)
     other = replace(held.roster, serial=serial, aggregator_organisation="offices")
     rests_on = {"roster_serial": serial, "roster_digest": other.digest.hex()}
     refused = agents.propose(agent, held, agents.proposal(job, **rests_on)).refused
@@ -642,7 +640,7 @@ def test_delta_that_only_the_plan_tells_is_checked_against_the_policy(
     agent = agents.agent(tmp_path, NAME, members, policy=policy)
     found = agents.propose(agent, members, agents.proposal(private_job()))
     assert found.refused.startswith("privacy.differential_privacy.delta: comes to ")
-    assert "which allows 0.0001 (policy.max_delta)" in found.refused
+    assert "which allows 0.0001 (policy.max_delta): set it to 0.0001" in found.refused
     assert left(agent) == []
 
 
