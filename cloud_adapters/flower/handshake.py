@@ -24,6 +24,8 @@ CONNECT_SECONDS = 60.0
 DOUBT_SECONDS = 15.0
 # Before a site that could not take part is asked again: it loads its data anew.
 AGAIN_SECONDS = 5.0
+# How long nodes may take to hear what needs no answer: idle ones look twice a second.
+TELL_SECONDS, TELL_POLL_SECONDS = 3.0, 0.1
 
 _LOG = logging.getLogger(__name__)
 
@@ -144,6 +146,23 @@ class Attendance:
 
 
 ANYONE = Attendance()
+
+
+def tell(api: FlowerApi, nodes: Iterable[int], content: bytes, *, clock: Clock) -> None:
+    """Tell connected nodes something to which no answer counts.
+
+    It stays with Flower only as long as the coordinator: so wait until they have it.
+    """
+    online = set(api.get_node_ids())
+    messages = [
+        Message(flower_site.pack_bytes(content), node, "query")
+        for node in nodes
+        if node in online
+    ]
+    out, end = {*api.push_messages(messages)}, clock.monotonic() + TELL_SECONDS
+    while out and clock.monotonic() < end:
+        clock.sleep(TELL_POLL_SECONDS)
+        out -= {reply.metadata.reply_to_message_id for reply in api.pull_messages(out)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
 from monitoring.units import format_duration
 from monitoring.views.run_view import DEPLOYED
+from privacy.membership import introduction
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.protocol.of_job import check_layout, contract_of
 
@@ -154,6 +155,10 @@ class DeployedRun:
     def layout(self) -> Layout:
         """Layout of the model."""
         return self._federation.pool.layout
+
+    def sealed_end(self) -> bytes:
+        """Return what tells sites that wait that no more tasks of the run will come."""
+        return introduction.seal_end(self._assembly.run_id, self._parties.identity)
 
     def note_connected(self, found: Connected) -> None:
         """Note for people which sites the run waits for."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ from flwr.serverapp import Grid as FlowerApi, ServerApp
 
 from cloud_adapters.flower import runtime as flower_runtime
 from cloud_adapters.flower.grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
-from cloud_adapters.flower.handshake import Attendance
+from cloud_adapters.flower.handshake import Attendance, tell
 from cloud_adapters.flower_apps.apps import FlowerApps
 from cloud_adapters.storage.disk.scratch import allocator
 from cloud_adapters.transport.frames import Frames
@@ -91,7 +92,8 @@ def coordinate(
         ) as frames:
             wait = SiteWait(stop=run.path / STOP)
             connect = _connector(api, config, frames, deployed, wait, clock=clock)
-            result = _run(deployed, run, connect, frames)
+            tell_end = partial(_tell_end, api, deployed, config, clock)
+            result = _run(deployed, run, connect, frames, tell_end)
     except FederationError as error:
         if not goes_on(error):
             code = exit_codes.of_error(error)
@@ -129,18 +131,43 @@ def read_own(read: Callable[[], _Read]) -> _Read:
 
 
 def _run(
-    deployed: DeployedRun, run: RunFolder, connect: Connect, frames: Frames
+    deployed: DeployedRun,
+    run: RunFolder,
+    connect: Connect,
+    frames: Frames,
+    tell_end: Callable[[], None],
 ) -> RunResult:
-    """Run it, and always remove its objects from the exchange afterwards."""
+    """Run it, and always remove its objects from the exchange afterwards.
+
+    Its sites read its end in the last task; of a run without one they are told.
+    """
     try:
         result = deployed.run(connect)
     except RunConflict:  # The exchange is the other coordinator's.
         raise
-    except FederationError:
+    except FederationError as error:
         _tidy(run, frames)
+        if not goes_on(error):
+            tell_end()
         raise
     _tidy(run, frames)
+    if exit_codes.BY_STATUS[result.status] != exit_codes.DONE:
+        tell_end()
     return result
+
+
+def _tell_end(
+    api: FlowerApi, deployed: DeployedRun, config: AggregatorConfig, clock: Clock
+) -> None:
+    """Tell sites that wait for a task that none will come; relays pass nothing on."""
+    behind = {name for names in relays_of(deployed.job).values() for name in names}
+    agents = {each.name for each in deployed.job.sites if each.flower_app is None}
+    try:
+        enrolled = enrolled_nodes(config.folder)
+        nodes = [enrolled[site] for site in enrolled if site in agents - behind]
+        tell(flower_runtime.over(api), nodes, deployed.sealed_end(), clock=clock)
+    except Exception:  # noqa: BLE001 -- how the run has ended does not change
+        _LOG.exception("the sites do not hear that the run has ended")
 
 
 def _tidy(run: RunFolder, frames: Frames) -> None:

@@ -137,11 +137,16 @@ class SiteAgent:
         """Answer a proposal, or the statements of all sites.
 
         With a promise, with a statement where a promise needs those of all, or with
-        the reason against taking part.
+        the reason against taking part. The end of a run has an empty answer.
 
         Raises:
             ProtocolError: It is not from this site's aggregator; it gets no answer.
         """
+        if introduction.is_end(sealed):
+            ended = introduction.open_end(sealed, self.roster)
+            if self._lines is not None and self._lines.run_id == ended:
+                self._tell_left(has_ended=True)
+            return b""
         if introduction.are_statements(sealed):
             statements = introduction.open_statements(sealed, self.roster)
             run_id = statements.run_id
@@ -220,10 +225,10 @@ class SiteAgent:
         self._tell_left()
         self._close_run()
 
-    def _tell_left(self) -> None:
+    def _tell_left(self, *, has_ended: bool = False) -> None:
         lines, self._lines = self._lines, None
         if lines is not None:
-            lines.leave()
+            lines.leave(has_ended=has_ended)
 
     def _tell_accepted(self, run: OpenRun) -> None:
         """Say that the site takes part; not when a coordinator has only restarted."""
@@ -237,7 +242,7 @@ class SiteAgent:
             run.met.run_id,
             job=run.met.job,
             promise=run.promise,
-            data=site_data.describe(self.config.file, run.met.job),
+            data=site_data.describe(self.config.file, run.met.federation),
             listener=self.listener,
             total=self._total_spent,
         )

@@ -20,7 +20,7 @@ from clients.privacy.ledger_memory import note_content, one_budget
 from clients.privacy.policy_spec import FILL_IN
 from clients.privacy.site_memory import SiteMemory
 from clients.privacy.site_policy import rehearses
-from clients.training.local_federation import SiteData
+from clients.training.local_federation import Federation, SiteData
 from clients.user_code import unable_to_exit
 from deploy.site_host.config import SiteFile
 from deploy.wiring import parts as wiring
@@ -69,12 +69,17 @@ def _rehearsed(file: SiteFile, job: JobSpec) -> SiteData:
         return wiring.deal_part(job, SiteId(file.name))
 
 
-def describe(file: SiteFile, job: JobSpec) -> str:
-    """Say on which data a site trains."""
-    if file.data.source:
-        instead = "" if job.data is None else ", not on the job's [data]"
-        return f"trains on its own source {file.data.source}{instead}"
-    return "has no data of its own: trains on its share of the job's dataset"
+def describe(file: SiteFile, met: Federation) -> str:
+    """Say on which data a site trains; it is for the site's own log."""
+    train, held_out = met.site_data[SiteId(file.name)]
+    count = f"{len(train)} training and {len(held_out)} held-out records"
+    if not file.data.source:
+        whose = "no data of its own: trains on its share of the job's dataset"
+        return f"has {whose}, {count}"
+    options = file.data.options.items()
+    given = "".join(f", {name} = {value!r}" for name, value in options)
+    instead = "" if met.job.data is None else ", not on the job's [data]"
+    return f"trains on its own source {file.data.source}{given}{instead}; {count}"
 
 
 def own_data(file: SiteFile, job: JobSpec) -> dict[str, Any]:

@@ -76,9 +76,12 @@ class RunLines:
         if task.kind is TaskKind.EVALUATE or is_last:
             self._end("is over")
 
-    def leave(self) -> None:
-        """Say that the site leaves a run that may go on."""
-        if self._has_begun:
+    def leave(self, *, has_ended: bool = False) -> None:
+        """Say that the site leaves a run that may go on, or that has ended early."""
+        if has_ended:
+            begun = self._has_begun
+            self._end("ended before its last round" if begun else "did not start")
+        elif self._has_begun:
             self._end("is left, and may continue without this site")
         else:
             self._end("did not start while this site waited for it")

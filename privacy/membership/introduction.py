@@ -102,6 +102,19 @@ class Statements:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Tells sites that wait for a run's next task that none will come.
+
+    Attributes:
+        version: Version of this message.
+        ended: ID of the run.
+    """
+
+    version: int
+    ended: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
     """A site's answer to a proposal.
 
@@ -202,6 +215,26 @@ def are_statements(sealed: bytes) -> bool:
     """
     # In a text, such as that of a job, the quotes would be escaped.
     return b'"introductions": [' in _body(sealed)
+
+
+def seal_end(run_id: RunId, aggregator: Identity) -> bytes:
+    """Sign that a run has ended before its last round."""
+    return _seal(End(version=VERSION, ended=run_id), aggregator, Label.END)
+
+
+def open_end(sealed: bytes, roster: Roster) -> RunId:
+    """Check that the aggregator says that a run has ended, and read which.
+
+    Raises:
+        ProtocolError: It does not, or the message is not well formed.
+    """
+    _verify_aggregator(sealed, roster, Label.END)
+    return RunId(_parse(_body(sealed), End).ended)
+
+
+def is_end(sealed: bytes) -> bool:
+    """Whether bytes claim to end a run. See ``are_statements``."""
+    return b'"ended": "' in _body(sealed)
 
 
 def stated_needs(
@@ -332,11 +365,11 @@ def digest(sealed: bytes) -> str:
     return hashlib.sha256(sealed).hexdigest()
 
 
-_Message = TypeVar("_Message", Proposal, Statements, Introduction)
+_Message = TypeVar("_Message", Proposal, Statements, End, Introduction)
 
 
 def _seal(
-    value: Proposal | Statements | Introduction, identity: Identity, label: Label
+    value: Proposal | Statements | End | Introduction, identity: Identity, label: Label
 ) -> bytes:
     body = json.dumps(encode(value), allow_nan=False).encode()
     return identity.sign(label, body) + body

@@ -45,6 +45,7 @@ class Label(StrEnum):
     PROPOSAL = "proposal"  # of a run, by the aggregator
     PROMISE = "promise"  # of a site, for a run
     STATEMENTS = "statements"  # of all sites, passed on by the aggregator
+    END = "end of a run"  # before its last round, by the aggregator
     DRAW = "draw"  # of groups: what a site commits itself with
     ENROLMENT = "enrolment"  # of a site: all its public keys
     LEDGER = "ledger head"  # of a site's privacy ledger, for itself

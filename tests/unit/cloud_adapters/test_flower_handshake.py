@@ -124,6 +124,16 @@ def _in_a_run() -> None:
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
 
 
+def test_what_needs_no_answer_waits_for_nobody_long():
+    """Who is connected hears it; who has not fetched it by then never does."""
+    clock, nodes = VirtualClock(), Nodes(n1="", n2="")
+    flower_handshake.tell(nodes, [1, 2, 3], b"the end", clock=clock)  # type: ignore[arg-type]
+    assert (nodes.asked, nodes.heard) == ([1, 2], 2 * [b"the end"])
+    assert clock.monotonic() < flower_handshake.TELL_SECONDS
+    flower_handshake.tell(Nodes(n1=None), [1], b"the end", clock=clock)  # type: ignore[arg-type]
+    assert clock.monotonic() >= flower_handshake.TELL_SECONDS
+
+
 def meet(
     nodes: Nodes,
     *more: bytes,

@@ -169,6 +169,31 @@ def test_operator_reads_that_a_run_was_left(agent: SiteAgent, members: Consortiu
     ]
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_operator_reads_that_a_run_ended_early(
+    agent: SiteAgent, members: Consortium, *, has_begun: bool
+):
+    """As its aggregator has signed; a run that is resumed is accepted once more."""
+    said: list[str] = []
+    agent.listener = said.append
+    job = small_job(num_sites=2, rounds=3)
+    accepted(agent, members, job)
+    if has_begun:
+        agent.answer(train_task(job))
+    number = len(said)
+    with pytest.raises(ProtocolError, match="the aggregator"):
+        agent.introduce(introduction.seal_end(RUN_ID, generate(os.urandom)))
+    other = RunId("20260102-030405-000009")
+    assert agent.introduce(introduction.seal_end(other, members.aggregator)) == b""
+    assert len(said) == number
+    assert agent.introduce(introduction.seal_end(RUN_ID, members.aggregator)) == b""
+    how = "ended before its last round" if has_begun else "did not start"
+    assert said[number].startswith(f"run {RUN_ID} {how}: job {job.name!r}, 3 rounds, ")
+    accepted(agent, members, job)
+    assert said[-1].startswith(f"accepts run {RUN_ID}: ")
+    agent.close()
+
+
 @pytest.mark.parametrize("has_data", [False, True])
 def test_operator_reads_on_which_data_a_site_trains(
     tmp_path: Path, members: Consortium, *, has_data: bool
@@ -182,6 +207,7 @@ def test_operator_reads_on_which_data_a_site_trains(
     agent.close()
     assert (f"own source {__name__}:own_data" in said[0]) == has_data
     assert ("share of the job" in said[0]) == (not has_data)
+    assert re.search(r"\d+ training and \d+ held-out records; waits for", said[0])
 
 
 @pytest.mark.parametrize("kind", ["plain", "private", "secret"])
