@@ -241,20 +241,20 @@ def _is_let_in(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         yield from _bandwidth(config, clock)
 
 
-@or_problem("roster", _ENROL)
+@or_problem("newest roster", _ENROL)
 def _roster(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     """Whether the aggregator has a newer one: sites refuse jobs over another."""
     held = roster.load(config.roster).serial
     newest = newest_roster(config, clock=clock).serial
     if newest > held:
         yield warning(
-            "roster",
+            "newest roster",
             f"the aggregator has roster {newest}, this site {held}: it refuses jobs "
             "with secure aggregation until it has the same",
             f"crossfed enroll --roster --folder {config.folder}",
         )
     else:
-        yield ok("roster", f"{held}, as at the aggregator")
+        yield ok("newest roster", f"{held}, as at the aggregator")
 
 
 def _bandwidth(config: SiteConfig, clock: Clock) -> Iterator[Check]:

@@ -99,14 +99,15 @@ def check_same(config: SiteConfig, held: Roster, proposal: Proposal) -> None:
         return
     advice = "submit the job again, as a new run"  # This one keeps its older roster.
     if serial >= held.serial:
-        command = f"crossfed enroll --roster --folder {config.folder}"
+        command = "crossfed enroll --roster --folder {}"
         advice = f"its operator compares it and accepts it with {command}"
     other = "another " if serial == held.serial else ""
     fault = (
         f"site {config.file.name!r} has roster {held.serial}, but the run has {other}"
-        f"roster {serial}: {advice}"
+        f"roster {serial}: "
     )
-    raise SiteError(fault, outside=fault.replace(str(config.folder), "DIR"))
+    outside = fault + advice.format("DIR")  # Where it is, is the site's business.
+    raise SiteError(fault + advice.format(config.folder), outside=outside)
 
 
 def newest(config: SiteConfig, held: Roster, own: Identity) -> Roster:
