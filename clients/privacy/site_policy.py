@@ -53,6 +53,7 @@ _CAUTIONS = {
         'elsewhere; "own" (unit site only): with statistics of this site'
     ),
 }
+_SHARE = "# without source, the site trains on its share of the job's dataset"
 
 # The key of the job, what is wrong, and values of ``[policy]`` that would accept it.
 _Faults = Iterator[tuple[str, str, Mapping[str, Any]]]
@@ -214,17 +215,17 @@ class Faults:
         if not values:
             return
         intro = (
-            "to accept such a job, decide on each of these keys and change it in "
-            f"site.toml, with a value for each {FILL_IN!r}; do not restart the agent, "
-            "which reads [policy] and [data] again for the next run:"
+            "to accept such a job, decide on each of these keys and change it in the "
+            f"table that site.toml has, with a value for each {FILL_IN!r}; do not "
+            "restart the agent, which reads [policy] and [data] again for the next run:"
         )
-        block = list[str]()
+        block = [intro]
         for table in ("policy", "data"):
             lines = [*_lines(table, values)]
+            if table == "data" and self.own_data and rehearses(self.job, self.site):
+                lines.insert(0, _SHARE)
             block += [f"[{table}]", *lines] if lines else ()
-        if self.own_data and rehearses(self.job, self.site):
-            block.append("# without source, it trains on its share of the job's data")
-        yield "\n  ".join([intro, *block])
+        yield "\n  ".join(block)
 
 
 def _lines(table: str, values: Mapping[str, Any]) -> Iterator[str]:

@@ -784,7 +784,8 @@ def test_lines_that_are_no_cause_are_not_offered(
     assert "policy.functions" in found.refused
     lines = [each.partition(" = ")[0] for each in advised(said) if " = " in each]
     assert lines == ["functions", "source", "options", "preprocessing"]
-    assert advised(said)[-1].startswith("# without source, it trains on its share of")
+    share = "# without source, the site trains on its share of the job's dataset"
+    assert advised(said)[advised(said).index("[data]") + 1] == share
     agent.close()
 
 
