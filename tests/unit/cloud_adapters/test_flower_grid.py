@@ -612,7 +612,12 @@ def test_node_that_was_given_up_may_still_answer(beating: Beating, clock: Virtua
     assert sorted(r.message.round_index for r in replies) == [1, 2, 2, 2]
 
 
-def test_round_waits_for_a_node_that_restarts(beating: Beating, clock: VirtualClock):
+@pytest.mark.parametrize(
+    ("index", "what"), [(7, "round 7"), (0, "the setup of secure aggregation")]
+)
+def test_round_waits_for_a_node_that_restarts(
+    beating: Beating, clock: VirtualClock, index: int, what: str
+):
     """Or a site that is killed would lose every round; who watches hears of it."""
     told = list[Connected]()
     grid = make_grid(beating, clock, handshake=NamesRead(), quorum=3, tell=told.append)
@@ -627,12 +632,12 @@ def test_round_waits_for_a_node_that_restarts(beating: Beating, clock: VirtualCl
             beating.silent, beating.last = set(), {}
 
     clock.sleep = sleep
-    found = kinds(exchange(grid, seconds=600.0, round_index=7))
+    found = kinds(exchange(grid, seconds=600.0, round_index=index))
     assert set(found.values()) == {"answered"}
     assert 25.0 < clock.now() - before < 30.0
     first, last = told
     assert (first.missing, first.absent, first.seconds) == (("one",), ("one",), 600.0)
-    assert first.lack("one") == "one (not connected: round 7 waits)"
+    assert first.lack("one") == f"one (not connected: {what} waits)"
     assert {*first.there} == {"two", "three"}
     assert (last.missing, {*last.there}) == ((), {"one", "two", "three"})
 
