@@ -22,7 +22,10 @@ class NormalizedSteps(Guest):
             wanted: Steps that every update stands for.
         """
         self._wanted = wanted
-        self._pairs = list(zip(start.trained.values(), start.anchor, strict=True))
+        # Personal parts stay as they were trained: no sum is made of them.
+        origins = zip(start.trained, start.anchor, strict=True)
+        shared = start.shared
+        self._pairs = [(shared[n], origin) for n, origin in origins if n in shared]
 
     @torch.no_grad()
     def end_(self, num_steps: int) -> None:

@@ -46,3 +46,26 @@ def test_a_tied_weight_is_pulled_and_scaled_once():
     torch.testing.assert_close(model.body.weight.grad, torch.full((3, 3), 0.5))
     scale.end_(2)
     torch.testing.assert_close(model.body.weight.detach(), before + 2)
+
+
+def test_personal_parts_are_not_scaled():
+    """A site that takes fewer steps keeps what these have led to."""
+    model = torch.nn.Linear(3, 2)
+    start = LocalRound(
+        job=small_job(schedule={"allocation": "capacity"}),
+        site=SiteId("site-0"),
+        round_index=1,
+        steps=range(2),
+        model=model,
+        layout=weights.layout_of(model, {}, personal_patterns=("bias",)),
+        weights_d=np.zeros(6, np.float32),
+        kept={},
+    )
+    scale = normalized_steps.NormalizedSteps(start, 4)
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    scale.end_(2)
+    torch.testing.assert_close(model.weight.detach(), weight + 2)
+    torch.testing.assert_close(model.bias.detach(), bias + 1)
