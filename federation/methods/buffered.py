@@ -23,6 +23,7 @@ BUFFERED = Method(
         "rounds have no length of their own to measure": Thing.CHOSEN_STEPS,
         "no site waits, so that there is nothing to overlap": Thing.OVERLAP,
         "each model is evaluated by the sites that were idle alone": Thing.OTHER_MODEL,
+        "a late update is of the factors of an older model": Thing.EXACT_ADAPTERS,
     },
     private_because=(
         "each site protects its own updates, and gets at most one task for each model"

@@ -209,6 +209,7 @@ def refusing(**tables: Any) -> JobSpec:
             "other factors",
         ),
         ({"training": {"local_steps": 2, "overlap_steps": 1}}, "overlap_steps"),
+        ({"schedule": {"mode": "buffered"}}, "older model"),
         ({"selection": {"model": "ema"}}, "several rounds"),
         ({"selection": {"model": "swa"}}, "several rounds"),
     ],
