@@ -162,11 +162,14 @@ def check_task(job: JobSpec, task: RoundTask) -> None:
     if steps is None:
         raise ProtocolError("received no number of local steps, which the job needs")
     low, high = bounds(job)
-    most = total_steps(job)
     if is_by_capacity(job):
-        most = allocated(job, task.round_index, high).stop
-    if not low <= len(steps) <= high or steps.stop > most:
+        first = allocated(job, task.round_index, 0).start
+        limit, is_there = f"from {first} on", steps.start == first
+    else:
+        most = total_steps(job)
+        limit, is_there = f"and {most} in the run", steps.stop <= most
+    if not low <= len(steps) <= high or not is_there:
         raise ProtocolError(
             f"was asked for {len(steps)} local steps after {steps.start}; the job "
-            f"allows {low} to {high} in a round and {most} in the run by then"
+            f"allows {low} to {high} in a round, {limit}"
         )

@@ -233,6 +233,22 @@ def test_steps_within_the_range_are_accepted():
     check_task(toy.job(), toy.task())
 
 
+def test_steps_by_capacity_begin_where_the_round_does():
+    """Or an aggregator could choose the records of a round, or go back to some."""
+    job = toy.job(
+        {"training": {"local_steps": 20}, "schedule": {"allocation": "capacity"}}
+    )
+
+    def asked(steps: int, first: int) -> RoundTask:
+        return toy.task(round_index=3, num_steps=steps, first_step=first)
+
+    for steps in (1, 20, 80):
+        check_task(job, asked(steps, 160))
+    for steps, first in ((81, 160), (20, 159), (20, 161), (20, 0), (1, 239), (1, 240)):
+        with pytest.raises(ProtocolError, match="allows 1 to 80 in a round, from 160"):
+            check_task(job, asked(steps, first))
+
+
 def test_a_job_with_a_fixed_number_is_asked_for_no_other():
     with pytest.raises(ProtocolError, match="does not leave open"):
         check_task(toy.job(), toy.task(num_steps=3))
