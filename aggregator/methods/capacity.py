@@ -58,13 +58,13 @@ class Capacity(ServerGuest):
     def after_round(self, new_state: RunState, record: RoundRecord) -> RunState:
         """Note what the steps of each site took; see ``ServerGuest``."""
         found = {site: time for site, time in record.times.items() if time.num_steps}
-        waited = record.clock.monotonic() - record.sums.start
-        for site in record.late & record.steps_of.keys():
+        for site in record.late.keys() & record.steps_of.keys():
+            seconds = _LATE * record.late[site]
             found[site] = RoundTime(
                 round_index=record.round_index,
                 num_steps=len(record.steps_of[site]),
-                seconds=_LATE * waited,
-                train_seconds=_LATE * waited,
+                seconds=seconds,
+                train_seconds=seconds,
             )
         before = record.state.site_times
         newest = {

@@ -72,7 +72,7 @@ class RoundRecord:
         steps: Local steps of the run that sites take; None for the job's number.
         steps_of: Those of each site, if sites take different numbers of steps.
         times: What each site's answer that counts took, if they take different numbers.
-        late: Sites that missed the deadline.
+        late: For how many seconds each site that missed the deadline was waited for.
         is_usual: Whether it exchanges what most rounds do. Those that set up keys, or
             have no scale of the levels yet, take longer for as many steps.
     """
@@ -92,7 +92,7 @@ class RoundRecord:
     steps: range | None = field(init=False, default=None)
     steps_of: dict[SiteId, range] = field(init=False, default_factory=dict)
     times: dict[SiteId, RoundTime] = field(init=False, default_factory=dict)
-    late: set[SiteId] = field(init=False, default_factory=set)
+    late: dict[SiteId, float] = field(init=False, default_factory=dict)
     is_usual: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
@@ -162,7 +162,8 @@ class RoundRecord:
 
     def _note_failure(self, failure: SiteFailure, reply: Reply | None) -> None:
         if failure.kind is FailureKind.DEADLINE:
-            self.late.add(failure.site)
+            since = self.sums.start if reply is None else reply.asked_seconds
+            self.late[failure.site] = self.clock.monotonic() - since
         self.events.failed(failure, reply)
 
     def count(self, update: SiteUpdate, reply: Reply, weight: float) -> None:

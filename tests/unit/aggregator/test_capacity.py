@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from support import toy
+from support.scripted_grid import reply_to
 
 from aggregator.methods import capacity
 from aggregator.methods.capacity import Capacity, allocate
@@ -14,9 +15,12 @@ from aggregator.methods.chosen_steps import Pace
 from federation.clock import VirtualClock
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
+from federation.messages import FailureKind, SiteUpdate
 from federation.protocols import RoundTime, RunState
+from federation.rounds.failures import failure
 from federation.rounds.local_work import allocated, schedule_step
 from federation.rounds.round_record import RoundRecord
+from federation.rounds.schedule import OpenTask
 
 A, B, C = toy.SITES
 
@@ -141,8 +145,7 @@ def test_late_site_gets_less_work_and_absent_one_does_not():
     guest, record = Capacity(job), opened(job)
     guest.before_round_(record)
     assert {len(steps) for steps in record.steps_of.values()} == {20}
-    record.clock.sleep(8.0)
-    record.late.add(C)
+    record.late[C] = 8.0
     after = guest.after_round(record.state, record)
     assert [time.seconds for time in after.site_times[C]] == [16.0]
     assert after.site_times.keys() == {C}
@@ -150,6 +153,22 @@ def test_late_site_gets_less_work_and_absent_one_does_not():
     second = opened(job, known)
     guest.before_round_(second)
     assert len(second.steps_of[C]) < 10 < len(second.steps_of[A])
+
+
+def test_late_task_of_a_buffer_counts_from_when_it_was_sent():
+    """The round in which its deadline passes may last for a moment only."""
+    job = toy.job(
+        {
+            "training": {"local_steps": 20},
+            "schedule": {"mode": "buffered", "allocation": "capacity"},
+        }
+    )
+    record = opened(job)
+    record.clock.sleep(60.0)
+    missed = failure(toy.update(C), FailureKind.DEADLINE, "gave no answer")
+    record.verdicts.carry([OpenTask(C, 1, 0, 0)])
+    assert not [*record.sound([reply_to(missed, asked_seconds=10.0)], SiteUpdate)]
+    assert record.late[C] == 50.0
 
 
 def test_claimed_time_is_no_longer_than_the_answer_took():
