@@ -41,6 +41,7 @@ from federation.errors import (
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, Grid
+from federation.rounds.schedule import waits_for_all
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
 
@@ -237,7 +238,7 @@ def _connector(
             ),
             delivery=Delivery(
                 frames=frames,
-                ordered=True,
+                ordered=waits_for_all(deployed.job),
                 poll_seconds=SUPERLINK_POLL_SECONDS,
                 asks_again=deployed.job.continues_rounds,
             ),

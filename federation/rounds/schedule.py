@@ -218,6 +218,14 @@ def schedule_of(job: JobSpec) -> Schedule:
     return Buffered(size=job.buffer_size, max_staleness=job.schedule.max_staleness)
 
 
+def waits_for_all(job: JobSpec) -> bool:
+    """Whether no round ends before its last answer.
+
+    Then answers may be held back until those of other sites have come.
+    """
+    return job.buffer_size is None and job.schedule.grace is None
+
+
 class Dispatcher:
     """Executes a schedule: sends tasks over a grid, and passes replies on.
 

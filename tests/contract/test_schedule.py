@@ -40,6 +40,7 @@ from federation.rounds.schedule import (
     Send,
     Wait,
     schedule_of,
+    waits_for_all,
 )
 
 A, B, C = toy.SITES
@@ -148,6 +149,21 @@ def test_barrier_gives_late_sites_up_some_time_after_the_quorum():
     assert at(115.0, one, two) == Apply(gives_up=True)
     quick = (first, True, 100.1), (second, True, 100.2)
     assert at(101.0, *quick) == Wait(pytest.approx(101.2))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "may_be"),
+    [
+        ({}, True),
+        ({"minimum_sites": 2, "grace": 0.0}, False),
+        ({"mode": "buffered"}, False),
+    ],
+)
+def test_answers_are_held_back_only_where_a_round_waits_for_all(
+    schedule: dict[str, object], *, may_be: bool
+):
+    """Or a frozen site would hold up a round that can do without it."""
+    assert waits_for_all(toy.job({"schedule": schedule})) == may_be
 
 
 SECONDS = {A: 1.0, B: 1.0, C: 2.5}

@@ -102,21 +102,20 @@ def test_slow_site_takes_fewer_steps_and_ends_with_the_others(
 def test_frozen_site_of_a_buffered_run_holds_up_nobody_and_counts_when_it_is_back(
     federation: Deployment, tmp_path: Path
 ):
+    """The slowest one, of which the first model is asked before the others."""
     settings = (
         "rounds=40",
         'schedule.mode="buffered"',
         "schedule.buffer_size=1",
         "schedule.max_staleness=40",
-        "training.local_steps=4",
     )
     follower = begun(federation, tmp_path, *settings)
-    site = SITES[0]
 
     def answers() -> int:
-        return sum(a["site"] == site for a in federation.events("SiteAnswered"))
+        return sum(a["site"] == SLOW for a in federation.events("SiteAnswered"))
 
-    wait_for(lambda: answers() > 0, f"{site} answers")
-    agent = federation.processes[site].pid
+    wait_for(lambda: bool(federation.events("RoundStarted")), "work begins")
+    agent = federation.processes[SLOW].pid
     processes = [agent, *descendants(agent)]
     for pid in processes:
         os.kill(pid, signal.SIGSTOP)
@@ -127,9 +126,9 @@ def test_frozen_site_of_a_buffered_run_holds_up_nobody_and_counts_when_it_is_bac
     finally:
         for pid in processes:
             os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: answers() > known + 1, f"{site} is back")
+    wait_for(lambda: answers() > known + 1, f"{SLOW} is back")
     result = finish(follower)
     assert (result["status"], result["rounds_completed"]) == ("completed", 40)
     assert not federation.events("SiteFailed")
-    stale = [a for a in federation.events("SiteAnswered") if a["site"] == site]
+    stale = [a for a in federation.events("SiteAnswered") if a["site"] == SLOW]
     assert max(a["staleness"] for a in stale) >= 7
