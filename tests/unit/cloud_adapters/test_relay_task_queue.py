@@ -71,9 +71,7 @@ def test_silent_site_is_not_awaited():
 
 def test_silent_site_is_awaited_with_patience():
     """It may be about to connect, and comes before the patience is over."""
-    clock = VirtualClock()
-    queue = TaskQueue([EAST], clock)
-    clock.sleep(SILENT_SECONDS + 1)
+    queue = TaskQueue([EAST], SystemClock(), silent_seconds=0.0)
     with ThreadPoolExecutor(1) as pool:
         asked, stopped = {EAST: question()}, threading.Event()
         wait = pool.submit(queue.ask, asked, seconds=60, patience=30, stopped=stopped)
