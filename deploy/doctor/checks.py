@@ -281,7 +281,8 @@ def check_roster(path: Path) -> tuple[list[Check], Roster | None]:
             warning(
                 "roster",
                 f"{path} has one site, and secure aggregation needs two",
-                "pin the others with `crossfed keys trust`",
+                "invite the others; a site then gets the newest roster with "
+                "`crossfed enroll --roster`",
             )
         )
     return checks, found
