@@ -446,7 +446,7 @@ class InProcessGrid(Closing):
             if not in_time or slot.given_up or slot.left:
                 # After the word that the deadline has passed, if that was not taken.
                 told = self._late if slot.replies is None else slot.replies
-                told.extend(late_word(replies))
+                told.extend(late_word(replies, is_withdrawn=slot.left))
             self._announce()
             self._to_work.notify()
             return not slot.given_up
@@ -503,14 +503,15 @@ def _reply(slot: _Errand, message: SiteMessage, bytes_up: int, now: float) -> Re
     )
 
 
-def late_word(replies: Iterable[Reply]) -> Iterator[Reply]:
+def late_word(replies: Iterable[Reply], *, is_withdrawn: bool) -> Iterator[Reply]:
     """Note that answers came late, and drop their updates.
 
-    The task's bytes were counted when its deadline passed. What was a failure
-    anyway is not reported twice.
+    The task's bytes were counted when its deadline passed, unless it was withdrawn
+    before. What was a failure anyway is not reported twice.
     """
     for reply in replies:
         message = reply.message
         if not isinstance(message, SiteFailure):
             late = failure(message, FailureKind.LATE, "answered after its deadline")
-            yield replace(reply, message=late, bytes_down=0)
+            bytes_down = reply.bytes_down if is_withdrawn else 0
+            yield replace(reply, message=late, bytes_down=bytes_down)

@@ -113,6 +113,7 @@ class VirtualGrid:
         self._fault = fault
         self.returned = returned
         self._open: dict[TaskId, tuple[Task, Reply]] = {}
+        self._withdrawn: set[TaskId] = set()
         self._events: list[tuple[float, int, Callable[[], deque[Reply]]]] = []
         self._order = count()  # Of events at the same time: that of their making.
         self._num_sent = 0
@@ -148,7 +149,8 @@ class VirtualGrid:
     def withdraw(self, task_ids: Collection[TaskId]) -> None:
         """Close tasks; a site that has started continues, and its answer is late."""
         for task_id in task_ids:
-            self._open.pop(task_id, None)
+            if self._open.pop(task_id, None) is not None:
+                self._withdrawn.add(task_id)
 
     def _at(self, seconds: float, happen: Callable[[], deque[Reply]]) -> None:
         heapq.heappush(self._events, (seconds, next(self._order), happen))
@@ -215,4 +217,5 @@ class VirtualGrid:
         """Pass on the answers to a task; of late ones only a note."""
         if self._open.pop(task_id, None) is not None:
             return deque(replies)
-        return deque(late_word(replies))
+        is_withdrawn = task_id in self._withdrawn
+        return deque(late_word(replies, is_withdrawn=is_withdrawn))

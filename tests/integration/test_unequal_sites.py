@@ -214,6 +214,23 @@ def test_round_waits_for_a_late_site_only_as_long_as_the_grace(quorum: dict[str,
     assert [(e.site, e.kind) for e in late] == [("site-3", "deadline")]
 
 
+def test_bytes_of_a_task_that_was_given_up_count_with_its_late_answer():
+    tables = {
+        "rounds": 12,
+        "evaluation": {"every": 0},
+        "schedule": {"minimum_sites": 3, "grace": 0.5},
+        "simulation": {
+            "faults": [{"site": "site-3", "kind": "hang", "seconds": 4, "rounds": [3]}]
+        },
+    }
+    events = told(job_of(tables))
+    assert {e.kind for e in of(SiteFailed, events)} == {"deadline", "late"}
+    sizes = {e.bytes_down for e in of(SiteAnswered, events)}
+    assert len(sizes) == 1
+    down = sum(e.bytes_down for e in of(RoundFinished, events))
+    assert down == 12 * len(SITES) * sizes.pop()
+
+
 CAPACITY = {"schedule": {"allocation": "capacity"}}
 EIGHT = {"training": {"local_steps": 8}, "evaluation": {"every": 0}}
 
