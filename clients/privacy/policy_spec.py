@@ -26,7 +26,8 @@ class PolicySpec:
         privacy: Weakest unit of differential privacy that the site accepts.
         max_epsilon: Largest epsilon of a run. If `privacy` is `none`, a run that
             exceeds it counts as a run without differential privacy.
-        max_delta: Largest delta that this site promises in a run; the same applies.
+        max_delta: Largest delta that this site promises in a run; the same applies. In
+            a job without `delta` the site promises no larger one.
         public_held_out: Whether a job may declare the held-out data public, so that
             results on it leave the site without noise; the same applies.
         total_epsilon: Largest total epsilon of all runs on these records, over

@@ -105,6 +105,7 @@ class LedgerContext:
         is_anchor: Whether a ledger is held to what the memory knows of its run. In a
             simulation it is not: a person may copy a run and continue with both.
         lineage: Names the site's data, for what is released of them once.
+        max_delta: The largest delta that the site's operator allows.
     """
 
     memory: SiteMemory | None = None
@@ -112,6 +113,7 @@ class LedgerContext:
     budget: LifetimeBudget = _UNLIMITED
     is_anchor: bool = True
     lineage: str = ""
+    max_delta: float = 1.0
 
 
 NOTHING_KEPT = LedgerContext()
@@ -233,7 +235,13 @@ class PrivateSites:
         else:
             size = self.federation.pool.num_trained
             self.plans = {
-                name: plan_of(self.federation.job, name, data, num_trained=size)
+                name: plan_of(
+                    self.federation.job,
+                    name,
+                    data,
+                    num_trained=size,
+                    max_delta=self.keeping(name).max_delta,
+                )
                 for name, data in self.federation.site_data.items()
             }
 
@@ -537,7 +545,12 @@ def planned(
 
 
 def plan_of(
-    job: JobSpec, name: SiteId, data: tuple[Dataset, Dataset], *, num_trained: int
+    job: JobSpec,
+    name: SiteId,
+    data: tuple[Dataset, Dataset],
+    *,
+    num_trained: int,
+    max_delta: float,
 ) -> SitePlan:
     """Plan what a site promises of records that it gives noise itself.
 
@@ -546,24 +559,27 @@ def plan_of(
         name: The site.
         data: Its training and held-out data.
         num_trained: See ``ModelPool.num_trained``.
+        max_delta: See ``LedgerContext``.
 
     Raises:
         JobError: The promise cannot be kept; the message names the site.
         SiteError: The site holds too few records for the largest step.
     """
     try:
-        return _plan(job, data, num_trained)
+        return _plan(job, data, num_trained, max_delta)
     except JobError as error:
         raise JobError(f"site {name!r}: {error.reason}", key=error.key) from error
 
 
-def _plan(job: JobSpec, data: tuple[Dataset, Dataset], num_trained: int) -> SitePlan:
+def _plan(
+    job: JobSpec, data: tuple[Dataset, Dataset], num_trained: int, max_delta: float
+) -> SitePlan:
     private = job.privacy.differential_privacy
     train, held_out = data
     num_records, cap = num_units(job, train), private.target_epsilon
     if cap is None:
         raise ValueError("a checked job with differential privacy has a target")
-    delta = sum_privacy.delta_of_records(job, train, held_out)
+    delta = sum_privacy.delta_of_records(job, train, held_out, most=max_delta)
     once = standardise.events(job, train)
     multiplier = private.noise_multiplier or _multiplier(
         job, num_records, cap, delta, once

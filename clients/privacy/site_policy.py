@@ -47,10 +47,11 @@ _CAUTIONS = {
     "policy.functions": "read what they do first",
     "policy.max_delta": f"or leave it, and have the job set {_DELTA}",
     "data.source": "what loads this site's own data; read what it does first",
-    "data.options": "all its arguments; check each",
+    "data.options": "all its arguments by name; check each",
     "data.preprocessing": (
         '"none": each record is prepared separately; "public": with constants from '
-        'elsewhere; "own" (unit site only): with statistics of this site'
+        'elsewhere; "own" (unit site only): with statistics of this site. Delete this '
+        "line if the function declares it"
     ),
 }
 _SHARE = "# without source, the site trains on its share of the job's dataset"
@@ -207,9 +208,8 @@ class Faults:
     def _advice(self) -> Iterator[str]:
         if self.is_unseen:
             yield (
-                "the site's data were not loaded: policy.max_delta (without a delta in "
-                "the job, n records need 1 / (10 n)) and policy.total_epsilon are "
-                "checked once they can be"
+                "the site's data were not loaded: policy.total_epsilon is checked once "
+                "it can be"
             )
         values = {**self.own_data, **self.remedy}
         if not values:

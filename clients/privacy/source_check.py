@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from clients import preprocessing
 from clients.data.datasets import Dataset
 from clients.factories import import_factory
+from clients.privacy.policy_spec import FILL_IN
 from clients.shards.dataset import ShardedDataset
 from federation.errors import JobError
 from federation.ids import SiteId
@@ -86,7 +87,7 @@ def check_deployed(
     if kind and vouched and kind != vouched:
         raise JobError(
             f"site {site!r} states {vouched!r} in site.toml (data.preprocessing), but "
-            f"its source declares {kind!r}",
+            f"its source declares {kind!r}: delete it there",
             key="privacy.differential_privacy.unit",
         )
     is_dealt = not source and _is_dealt(job, None)
@@ -98,7 +99,7 @@ def check_deployed(
             f"the source of site {site!r} {why}; its operator can declare it in "
             f"site.toml (data.preprocessing). {_HOW}",
             key="privacy.differential_privacy.unit",
-            remedy={} if kind or vouched else {"data.preprocessing": "none"},
+            remedy={} if kind or vouched else {"data.preprocessing": FILL_IN},
         )
 
 

@@ -190,11 +190,20 @@ def _plan_sites(federation: Federation, wanted: float) -> SumPrivacy:
     return found
 
 
-def delta_of_records(job: JobSpec, train: Dataset, held_out: Dataset) -> float:
+def delta_of_records(
+    job: JobSpec, train: Dataset, held_out: Dataset, *, most: float = 1.0
+) -> float:
     """Delta of what a site promises of its records: the job's, or the default.
 
     It leaves the site, so it follows from the coarse number of records, which is never
     below the true one; of persons, where these are the unit.
+
+    Args:
+        job: With such a unit.
+        train: The site's training data.
+        held_out: Its held-out data.
+        most: What the site's operator allows. The default is no larger: a smaller delta
+            is a stronger promise.
 
     Raises:
         JobError: The site has too few records, or the delta is too large for them.
@@ -203,6 +212,7 @@ def delta_of_records(job: JobSpec, train: Dataset, held_out: Dataset) -> float:
     check_records(coarse(num_units(job, train)), largest_batch(job), what=what)
     given = job.privacy.differential_privacy.delta
     count = coarse(num_protected(job, train, held_out))
+    given = min(default_delta(count), most) if given is None else given
     return _delta(given, count, f"{what} (a number rounded up)")
 
 

@@ -47,6 +47,7 @@ from privacy import own_folder
 
 if TYPE_CHECKING:
     from federation.events import DataDistributed
+    from federation.job.spec import JobSpec
     from monitoring.runs.run_folder import RunFolder
 
 
@@ -95,6 +96,8 @@ def _check_job(options: argparse.Namespace) -> int:
     from monitoring.terminal.data_table import data_table  # noqa: PLC0415
 
     runs_root(job)  # It refuses a storage.url that names no place.
+    if lacking := wiring.without_data(job):
+        return _check_model(job, lacking)
     with unable_to_exit(), wiring.torch_threads(job):
         with tokenizers.noted_tokenizers() as loaded:
             federation = wiring.build_federation(job)
@@ -113,7 +116,7 @@ def _check_job(options: argparse.Namespace) -> int:
         return DONE
     output = console()
     output.print(data_table(dealt, columns=output.width))
-    say(f"{job.name}: {job.rounds} rounds, {len(job.sites)} sites, {size:,} values")
+    _say_size(job, size)
     if own:
         say(f"each site trains {own:,} values more for itself (model.personal)")
     for line in found.lines():
@@ -124,6 +127,23 @@ def _check_job(options: argparse.Namespace) -> int:
         say(f"looked for NaN in {num_read:,} of {num_records:,} records")
     say("the job is sound")
     return DONE
+
+
+def _check_model(job: "JobSpec", elsewhere: Sequence[str]) -> int:
+    """Check what can be checked of a job whose data only deployed sites can load."""
+    from clients.models.model_pool import ModelPool  # noqa: PLC0415 -- imports torch
+
+    with unable_to_exit():
+        _say_size(job, ModelPool(job).layout.size)
+    say(
+        f"{', '.join(elsewhere)} load data of their own (site.toml): bytes, privacy "
+        "and records are checked when the job is submitted"
+    )
+    return DONE
+
+
+def _say_size(job: "JobSpec", size: int) -> None:
+    say(f"{job.name}: {job.rounds} rounds, {len(job.sites)} sites, {size:,} values")
 
 
 def _site_rows(dealt: "DataDistributed") -> list[dict[str, Any]]:

@@ -130,7 +130,7 @@ def forecast(
         planned = private.planned(at=clock.now())
         lines = [*privacy_words.lines(planned, _MAX_SITES_WITH_LINES), *lines]
         largest, usual = max(each.delta for each in planned.sites), PolicySpec()
-        if largest > usual.max_delta:
+        if private.in_sum is not None and largest > usual.max_delta:
             lines.append(
                 f"a site refuses delta {largest:g} unless it raises policy.max_delta: "
                 f"set privacy.differential_privacy.delta = {usual.max_delta:g}"

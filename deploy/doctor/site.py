@@ -14,7 +14,6 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from clients import preprocessing
-from clients.privacy.site_policy import check_delta
 from clients.privacy.source_check import declared
 from clients.user_code import unable_to_exit
 from cloud_adapters.flower.facts import MOST_SKEW_SECONDS
@@ -41,11 +40,8 @@ from deploy.site_host.config import SiteConfig
 from deploy.site_host.enrol import newest_roster
 from deploy.wiring.job_data import load_data
 from federation.addresses import parse_address
-from federation.errors import FederationError, JobError
-from federation.ids import SiteId
+from federation.errors import FederationError
 from federation.protocols import Clock
-from privacy.counts import coarse
-from privacy.dp.budget import default_delta
 from privacy.membership.certificates import parse_certificate
 from privacy.secagg.agreement import roster
 from privacy.secret_files import read_private
@@ -139,11 +135,6 @@ def _data(config: SiteConfig) -> Iterator[Check]:
     with unable_to_exit():
         train, held_out = load_data(own.source, own.options)
     yield ok("data", f"{len(train)} records to train on, {len(held_out)} held out")
-    try:
-        delta = default_delta(coarse(len(train)))
-        check_delta(config.file.policy, SiteId(config.file.name), delta)
-    except JobError as error:
-        yield warning("delta", f"a job without a delta {error.reason}")
     kind = declared(own.source, train) or own.preprocessing
     fault = preprocessing.fault(kind, "record", is_dealt=False)
     if fault is not None:

@@ -91,7 +91,9 @@ def own_data(file: SiteFile, job: JobSpec) -> dict[str, Any]:
     (own,) = (site.data for site in job.sites if site.name == file.name)
     spec, function = own or job.data, _function(file)
     if spec is None or "://" in spec.source:
-        spec = SiteDataSpec(source=f"{FILL_IN}: ./file.py:function")
+        spec = SiteDataSpec(
+            source=f"{FILL_IN}: ./file.py:function", options={"file": FILL_IN}
+        )
     options = {name: _hint(value) for name, value in spec.options.items()}
     if function is not None:
         known = options | dict(file.data.options)

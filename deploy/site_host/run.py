@@ -211,11 +211,10 @@ def note_limits(
             check_delta(policy, name, delta)
             return
         # The model's size decides only whether the noise fits its grid.
-        plan = plan_of(job, name, data, num_trained=1)
-        with faults.noted():
-            check_delta(policy, name, plan.delta)
+        context = _ledger_context(config, job)
+        plan = plan_of(job, name, data, num_trained=1, max_delta=context.max_delta)
         if policy.total_epsilon is not None:
-            check_budget(job, run_id, name, plan, _ledger_context(config, job))
+            check_budget(job, run_id, name, plan, context)
 
 
 def _trainer_maker(
@@ -327,10 +326,12 @@ def private_sites(
 
 def _ledger_context(config: SiteConfig, job: JobSpec) -> LedgerContext:
     """What the site keeps beside a run's ledger, without the key of its heads."""
+    policy = config.file.policy
     return LedgerContext(
         memory=site_memory(config),
         budget=lifetime_budget(config),
         lineage=_records(config, job),
+        max_delta=policy.max_delta if policy.demands_privacy else 1.0,
     )
 
 

@@ -86,9 +86,9 @@ def deal_data(
             check_tokenizers(job, tokenizers[site.name], source=site.data.source)
     trained_here = [site for site in job.sites if site.flower_app is None]
     names = [SiteId(site.name) for site in trained_here if site.data is None]
-    if names and job.data is None:
+    if lacking := without_data(job):
         raise JobError(
-            f"site {names[0]!r} has no data: add a [data] table for a simulation to "
+            f"site {lacking[0]!r} has no data: add a [data] table for a simulation to "
             "split, or give the site its own `data`. Deployed sites need neither: each "
             "loads what its site.toml names (data.source)",
             key="data",
@@ -99,6 +99,15 @@ def deal_data(
         check_tokenizers(job, tokenizers[names[0]], source=job.data.source)
     check_alike(tokenizers)
     return {SiteId(site.name): own[SiteId(site.name)] for site in trained_here}
+
+
+def without_data(job: JobSpec) -> Sequence[SiteId]:
+    """Find the sites that train on data which only their own ``site.toml`` names."""
+    return [
+        SiteId(site.name)
+        for site in job.sites
+        if job.data is None and site.data is None and site.flower_app is None
+    ]
 
 
 def deal_part(job: JobSpec, site: SiteId) -> SiteData:

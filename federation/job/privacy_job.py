@@ -97,7 +97,8 @@ class DifferentialPrivacySpec:
             calibrated to it; if `noise_multiplier` is set, it is only a limit.
         delta: The delta that goes with epsilon: at most 1 / (10 n) for the n records of
             a site, its n persons with `unit = "person"`, or n sites with `unit =
-            "site"`. Default: that bound, rounded down to one digit.
+            "site"`. Default: that bound, rounded down to one digit, or less if a site's
+            `policy.max_delta` demands it.
         clip_norm: Largest Euclidean norm of one record's gradient, of the mean gradient
             of a person's records with `unit = "person"`, or of a site's update with
             `unit = "site"`; larger ones are scaled down.

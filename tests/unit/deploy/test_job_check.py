@@ -84,20 +84,3 @@ def test_check_says_what_bounds_a_bad_site() -> None:
     expected = "median over 3 groups of 3 or more sites, which all sites draw together"
     assert re.search(f"{expected}.*: .* 1 bad site", checked(groups=3))
     assert not checked()
-
-
-def test_delta_that_sites_refuse_by_default_is_told() -> None:
-    """Before a job is submitted: they have few records, and keep their limit."""
-    private = {"unit": "record", "target_epsilon": 8.0, "held_out": "public"}
-    for delta, is_told in ((None, True), (1e-4, False)):
-        given = private if delta is None else private | {"delta": delta}
-        job = small_job(
-            training={"local_steps": 1, "batch_size": 8, "optimizer": {"lr": 0.5}},
-            aggregation={"weights": "uniform"},
-            privacy={"differential_privacy": given},
-        )
-        found = job_check.forecast(wiring.build_federation(job), VirtualClock())
-        told = "set privacy.differential_privacy.delta = 0.0001" in "".join(
-            found.lines()
-        )
-        assert told == is_told
