@@ -137,7 +137,7 @@ def _await_start(
     while not run.exists() and not is_over(run):
         queue = run_queue.handed_over(run.path.parents[1])
         text = _waits_for(run, queue)
-        if text != told:
+        if text and text != told:
             tell(text)
         told = text
         look()
@@ -161,7 +161,7 @@ def _waits_for(run: "RunFolder", queue: "Queue") -> str:
         return f"run {run.path.name} waits for its coordinator, and then for its sites"
     there = ", ".join(found.there)
     if not found.missing:
-        return f"run {run.path.name} has its sites: {there}"
+        return f"run {run.path.name} has its sites: {there}" if there else ""
     seconds, missing = units.format_duration(found.seconds), ", ".join(found.missing)
     texts = [f"run {run.path.name} waits up to {seconds} for answers of {missing}"]
     texts += [not_connected(found.absent)] if found.absent else []

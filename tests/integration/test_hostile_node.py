@@ -66,6 +66,8 @@ pytestmark = [
     needs("nginx"),
 ]
 
+# A connection that was idle for longer may be closed just as a request is sent.
+FRESH = httpx.Limits(keepalive_expiry=1.0)
 REFUSED = {400, 401, 403, 404, 409, 411, 413, 415, 422, 426, 429}
 often = settings(
     max_examples=60,
@@ -136,7 +138,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         stack.enter_context(proxy_server.nginx(at))
         honest, process = _start_node(server, stack)
         context = _context(authority)
-        stranger = stack.enter_context(httpx.Client(verify=context))
+        stranger = stack.enter_context(httpx.Client(verify=context, limits=FRESH))
         key, tls = ec.generate_private_key(ec.SECP384R1()), new_key()
         pem = authority.issue_site("hostile", signing_request("hostile", tls))
         (folder / "hostile.pem").write_bytes(pem + key_pem(tls))
@@ -149,7 +151,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             honest_process=process,
             hostile=server.register(key),
             key=key,
-            site=stack.enter_context(httpx.Client(verify=context)),
+            site=stack.enter_context(httpx.Client(verify=context, limits=FRESH)),
             stranger=stranger,
         )
         active = fleet_pb2.ActivateNodeRequest(
