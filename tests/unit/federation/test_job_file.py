@@ -221,14 +221,15 @@ def test_all_faults_are_named_at_once():
 def test_faults_of_several_rules_come_in_their_order():
     error = refusal(
         {
-            "training": {"local_steps": 1, "local_epochs": 1},
+            "training": {"local_steps": 1, "accumulate_from": [[2]]},
             "evaluation": {"every": 0},
-            "aggregation": {"weights": "dynamic"},
+            "aggregation": {"weights": "dynamic", "combine": "medain"},
         }
     )
     assert [line.split(": ")[0] for line in str(error).splitlines()] == [
         "aggregation.weights",
-        "also training.local_steps",
+        "also training.accumulate_from[0]",
+        "also aggregation.combine",
     ]
 
 
