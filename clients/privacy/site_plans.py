@@ -6,6 +6,7 @@ come from the same functions of ``clients.training.private_steps``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -37,7 +38,7 @@ from clients.training.private_steps import (
     sampling_rate,
 )
 from clients.training.trainer import TorchTrainer
-from federation.errors import JobError
+from federation.errors import JobError, PrivacyError
 from federation.events import PrivacyPlanned, SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
@@ -240,10 +241,18 @@ class PrivateSites:
                     name,
                     data,
                     num_trained=size,
-                    max_delta=self.keeping(name).max_delta,
+                    max_delta=self._max_delta(name),
                 )
                 for name, data in self.federation.site_data.items()
             }
+
+    def _max_delta(self, name: SiteId) -> float:
+        """A run that has begun keeps its delta, whatever the operator allows since."""
+        folder = self._folder_of(name)
+        with suppress(PrivacyError):  # Whoever opens the ledger says what is wrong.
+            if folder is not None and (folder / LEDGER_NAME).exists():
+                return read_file(folder / LEDGER_NAME).terms.delta
+        return self.keeping(name).max_delta
 
     def __enter__(self) -> Self:
         """Return itself; ledgers are opened one by one, by ``trainer``."""

@@ -672,6 +672,26 @@ def test_default_delta_is_no_larger_than_the_policy_allows(
     agent.close()
 
 
+@pytest.mark.parametrize(
+    ("then", "refused"),
+    [(0.01, ""), (1e-5, "comes to 1.0e-04 at site 'site-0', which allows 1e-05")],
+)
+def test_a_run_keeps_its_delta_when_its_operator_allows_another(
+    tmp_path: Path, members: Consortium, then: float, refused: str
+):
+    """The agent restarts in its middle; what was promised first stands in a ledger."""
+    policy = {**OPEN_POLICY, "privacy": "record", "max_delta": 1e-4}
+    agent = agents.agent(tmp_path, NAME, members, policy=policy)
+    job = private_job()
+    assert agents.propose(agent, members, agents.proposal(job)).refused == ""
+    agent.close()
+    again = agents.agent(tmp_path, NAME, members, policy={**policy, "max_delta": then})
+    found = agents.propose(again, members, agents.proposal(job))
+    assert refused in found.refused if refused else found.refused == ""
+    assert refused or (found.privacy is not None and found.privacy.delta == 1e-4)
+    again.close()
+
+
 MINE = """
 import numpy as np
 from clients.models import logistic_regression
