@@ -225,7 +225,7 @@ def _check_combining(job: JobSpec) -> list[JobError]:
         f"schedule.sites_per_round: cannot draw {cohort} of {len(job.sites)} "
         "sites": cohort > len(job.sites),
         f"schedule.minimum_sites: {fewest} sites can never answer: a round has "
-        f"{cohort}": fewest > cohort,
+        f"{cohort}": fewest > cohort and not buffer,
         f"schedule.buffer_size: {buffer} updates never come together: the job has "
         f"{len(job.sites)} sites, and a site is in a buffer once": (
             buffer > len(job.sites)

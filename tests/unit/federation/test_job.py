@@ -236,6 +236,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "schedule.minimum_sites",
         "3 sites can never answer: a round has 2",
     ),
+    "buffer of more than all sites": (
+        {"schedule": {"mode": "buffered", "buffer_size": 4}},
+        "schedule.buffer_size",
+        "4 updates never come together: the job has 3 sites",
+    ),
+    "grace where all sites must answer": (
+        {"schedule": {"grace": 0.5}},
+        "schedule.grace",
+        "has no effect, since a round needs all its sites: set minimum_sites",
+    ),
+    "fewer steps at most than on average": (
+        {"schedule": {"allocation": "capacity", "max_local_steps": 2}}
+        | {"training": {"local_steps": 3}},
+        "schedule.max_local_steps",
+        "sites take 3 steps on average",
+    ),
     "trimmed mean of too few": (
         robust("trimmed_mean", byzantine_sites=2),
         "schedule.minimum_sites",
