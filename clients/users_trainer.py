@@ -28,27 +28,12 @@ def _has(trainer: Any, callback: str) -> bool:
 
 def _faults(trainer: Any) -> Iterator[tuple[bool, str]]:
     """What a Trainer may not have in a round of a federation, and what to do."""
-    args = trainer.args
     yield (
         trainer.optimizer is not None or trainer.lr_scheduler is not None,
         (
             "optimizers: they start in each round, and these objects cannot start "
             "again; use optim and lr_scheduler_type of TrainingArguments, or "
             "override create_optimizer"
-        ),
-    )
-    yield (
-        str(args.lr_scheduler_type.value) in _SCHEDULES,
-        (
-            f"lr_scheduler_type = {args.lr_scheduler_type.value}, which follows an "
-            "evaluation inside the loop: choose another one"
-        ),
-    )
-    yield (
-        str(args.train_sampling_strategy) not in _SAMPLERS,
-        (
-            f"train_sampling_strategy = {args.train_sampling_strategy}, but the job "
-            "decides which records make a batch: use random, and pad in the collator"
         ),
     )
     for name in ("get_train_dataloader", "_get_train_sampler"):
@@ -62,6 +47,25 @@ def _faults(trainer: Any) -> Iterator[tuple[bool, str]]:
     yield (
         _has(trainer, "EarlyStoppingCallback"),
         "EarlyStoppingCallback, which would end each round and not the run: remove it",
+    )
+    yield from _faults_of_settings(trainer.args)
+
+
+def _faults_of_settings(args: Any) -> Iterator[tuple[bool, str]]:
+    """The same for its ``TrainingArguments``."""
+    yield (
+        str(args.lr_scheduler_type.value) in _SCHEDULES,
+        (
+            f"lr_scheduler_type = {args.lr_scheduler_type.value}, which follows an "
+            "evaluation inside the loop: choose another one"
+        ),
+    )
+    yield (
+        str(args.train_sampling_strategy) not in _SAMPLERS,
+        (
+            f"train_sampling_strategy = {args.train_sampling_strategy}, but the job "
+            "decides which records make a batch: use random, and pad in the collator"
+        ),
     )
     yield (
         bool(args.auto_find_batch_size),

@@ -50,9 +50,8 @@ def serve_sites(
         FederationError: Another process has the port, the folder cannot be written, or
             the store of ``[exchange]`` cannot be opened.
     """
-    authority = site_folder.authority(config)
     own = config.folder.resolve() / "relay"
-    context = server_context(authority)
+    context = server_context(site_folder.authority(config))
     relay_certificate.prepare(own, serve.hosts, context, clock)
     queue = TaskQueue([SiteId(name) for name in serve.sites], clock)
     identity, roster = keys
@@ -80,17 +79,7 @@ def serve_sites(
             stopped=departure.stopped,
             listener=listener,
         )
-        node = FlowerNode(
-            app=relay_app(agent),
-            address=config.file.aggregator.address,
-            root_certificates=authority,
-            key=site_folder.node_key(config.node_key),
-            certificate=config.certificate,
-            clock=clock,
-            stopped=departure.stopped,
-            last=departure.last,
-            listener=listener,
-        )
+        node = _node(config, agent, departure, clock=clock, listener=listener)
         listener(
             f"serves {', '.join(serve.sites)} at {serve.listen}; they pin "
             f"{own / 'ca.crt'}"
@@ -102,3 +91,25 @@ def serve_sites(
         site_folder.keep_fresh(config, clock, departure.stopped, listener)
         begun(node)
         node.run()
+
+
+def _node(
+    config: SiteConfig,
+    agent: RelayAgent,
+    departure: Departure,
+    *,
+    clock: Clock,
+    listener: Callable[[str], None],
+) -> FlowerNode:
+    """Flower's node that hands the aggregator's tasks to the relay's agent."""
+    return FlowerNode(
+        app=relay_app(agent),
+        address=config.file.aggregator.address,
+        root_certificates=site_folder.authority(config),
+        key=site_folder.node_key(config.node_key),
+        certificate=config.certificate,
+        clock=clock,
+        stopped=departure.stopped,
+        last=departure.last,
+        listener=listener,
+    )
