@@ -337,10 +337,20 @@ class ServerOptimizer:
         step: ``(state_c, update_c)`` of a chunk, each value by itself: writes what is
             added to the weights over the combined update (local minus global), and
             the state over itself.
+        period: Only every so manieth model takes ``step``.
+        between: What the other models take in its place.
     """
 
     init: Callable[[int], OptimizerState]
     step: Callable[[OptimizerState, Vector], None]
+    period: int = 1
+    between: Callable[[OptimizerState, Vector], None] | None = None
+
+    def of_model(self, number: int) -> "ServerOptimizer":
+        """The optimiser whose ``step`` makes a model, by its number from 1."""
+        if self.between is None or number % self.period == 0:
+            return self
+        return replace(self, step=self.between)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -279,11 +279,14 @@ def with_bucket(way: Alternative, prices: Prices) -> Alternative:
     if cloud is None or way.cost is None:
         return way
     model = _FLOAT_BYTES * way.traffic.layout.size
+    optimizer = server_optimizer(
+        job.aggregation.server_optimizer, period=job.models_per_round
+    )
     asked = cost.requests_of_run(
         model,
         rounds=job.rounds,
         keep=job.storage.keep_checkpoints,
-        vectors=len(server_optimizer(job.aggregation.server_optimizer).init(1)),
+        vectors=len(optimizer.init(1)),
         chunk_bytes=CHUNK_BYTES,
     )
     kept = storage(way, prices) or {}

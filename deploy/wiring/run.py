@@ -295,8 +295,10 @@ class Run:
         self, engine: str, gather: Gather, anchors: Mapping[SiteId, LedgerAnchor]
     ) -> ServerParts:
         pool = self.federation.pool
-        spec = self.federation.job.aggregation.server_optimizer
-        optimizer = server_optimizer(spec)
+        job = self.federation.job
+        optimizer = server_optimizer(
+            job.aggregation.server_optimizer, period=job.models_per_round
+        )
 
         def initial_state() -> RunState:
             weights_d, integers_m = initial_weights(self.federation.job, pool)

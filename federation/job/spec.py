@@ -302,7 +302,8 @@ class ServerOptimizerSpec:
         name: Algorithm; `average` with `lr = 1` is FedAvg, and `running_sum` the
             server step of FedDyn.
         lr: Server learning rate.
-        momentum: Momentum of `momentum` and `nesterov`.
+        momentum: Momentum of `momentum` and `nesterov`. Of buffers, `nesterov` is
+            delayed: its velocity changes once as many updates came as there are sites.
         beta1: Decay of the first moment: `adagrad`, `adam`, `yogi`.
         beta2: Decay of the second moment: `adam`, `yogi`.
         tau: Adaptivity: added to the root of the second moment.
@@ -746,6 +747,13 @@ class JobSpec:
         if schedule.mode != "buffered":
             return None
         return schedule.buffer_size or (len(self.sites) + 1) // 2
+
+    @property
+    def models_per_round(self) -> int:
+        """Models that a buffered run makes of as many updates as it has sites; or 1."""
+        return (
+            1 if self.buffer_size is None else -(-len(self.sites) // self.buffer_size)
+        )
 
     @property
     def continues_rounds(self) -> bool:

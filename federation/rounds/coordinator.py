@@ -306,7 +306,7 @@ def _take_step(parts: ServerParts, record: RoundRecord, delta_d: Vector) -> RunS
     record.sums.end_phase("combine")
     record.sums.update_norm = norm(delta_d)
     weights_d = take_step(
-        parts.optimizer,
+        parts.optimizer.of_model(state.rounds_completed + 1),
         parts.layout,
         weights_d=state.weights_d,
         moments=state.optimizer,

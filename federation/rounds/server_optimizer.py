@@ -1,4 +1,4 @@
-"""Apply a combined update: seven optimisers as pairs of functions.
+"""Apply a combined update: eight optimisers as pairs of functions.
 
 They see the pseudo-gradient ``g = -update`` (update: local minus global weights) chunk
 by chunk, and write the step over it and their state over itself, as
@@ -25,8 +25,13 @@ _SIGN_VALUES = 1 << 14
 _SecondMoment = Callable[[Vector, Vector], None]
 
 
-def server_optimizer(spec: ServerOptimizerSpec) -> ServerOptimizer:
-    """Return the optimiser that a job names."""
+def server_optimizer(spec: ServerOptimizerSpec, *, period: int = 1) -> ServerOptimizer:
+    """Return the optimiser that a job names.
+
+    Args:
+        spec: The job's.
+        period: ``JobSpec.models_per_round``.
+    """
     makers: dict[str, Callable[[], ServerOptimizer]] = {
         "average": partial(average, lr=spec.lr),
         "momentum": partial(momentum, lr=spec.lr, decay=spec.momentum),
@@ -41,6 +46,8 @@ def server_optimizer(spec: ServerOptimizerSpec) -> ServerOptimizer:
         # Of FedDyn; see ``clients.methods.feddyn``.
         "running_sum": partial(nesterov, lr=spec.lr, decay=1.0),
     }
+    if period > 1 and spec.name == "nesterov":
+        return delayed_nesterov(lr=spec.lr, decay=spec.momentum, period=period)
     return makers[spec.name]()
 
 
@@ -156,6 +163,37 @@ def nesterov(*, lr: float, decay: float) -> ServerOptimizer:
         update_c *= lr
 
     return ServerOptimizer(init=_init_velocity, step=step)
+
+
+def delayed_nesterov(*, lr: float, decay: float, period: int) -> ServerOptimizer:
+    """Nesterov momentum whose velocity changes with every ``period``-th model only.
+
+    For buffers, which hold ``1 / period`` of the sites: for each of them ``s = s + g``,
+    ``theta -= lr * g``; and for every ``period``-th ``v = decay * v + s``, ``theta -=
+    lr * (g + decay * v)``, ``s = 0``. Liu et al., arXiv:2401.09135, Algorithm 3 with
+    c = 0. Its g / N is g here: a buffer's part of the step of all sites. Taken with
+    every model, momentum repeats updates that are based on old models, and is unstable
+    (Section 4 there). With a period of 1 this is ``nesterov``.
+    """
+
+    def between(state: OptimizerState, update_c: Vector) -> None:
+        state["arrived"] += update_c
+        update_c *= lr
+
+    def step(state: OptimizerState, update_c: Vector) -> None:
+        arrived_c = state["arrived"]  # Without the newest.
+        velocity_c = state["velocity"]
+        velocity_c *= decay
+        velocity_c -= arrived_c
+        velocity_c -= update_c  # s = -(arrived + update)
+        update_c -= velocity_c * decay
+        update_c *= lr
+        arrived_c[:] = 0.0
+
+    def init(size: int) -> OptimizerState:
+        return {**_init_velocity(size), "arrived": np.zeros(size, dtype=np.float32)}
+
+    return ServerOptimizer(init=init, step=step, period=period, between=between)
 
 
 def adagrad(*, lr: float, beta1: float, tau: float) -> ServerOptimizer:

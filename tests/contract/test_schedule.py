@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ from federation.rounds.schedule import (
     schedule_of,
     waits_for_all,
 )
+from federation.vectors import Vector
 
 A, B, C = toy.SITES
 ROUNDS = 2
@@ -261,10 +263,9 @@ def test_buffered_run_refuses_what_is_too_old():
     assert "too old" in run.told(SiteFailed)[0].message
 
 
-def test_update_of_a_buffer_counts_as_in_a_round_of_all_and_less_if_it_is_stale():
-    """All updates are alike, so the length of the way shows what each counted."""
-    changes = {"rounds": 5, "schedule": {"mode": "buffered", "buffer_size": 2}}
-    run = toy.Toy(job=toy.job(changes))
+def way_of(**changes: Any) -> tuple[Vector, list[float]]:
+    """Run buffers; how far the model went, and each update's part of a round's step."""
+    run = toy.Toy(job=toy.job({"rounds": 5, **changes}))
     gather = PlainGather(
         run.job,
         grid=Pacing(),
@@ -274,8 +275,26 @@ def test_update_of_a_buffer_counts_as_in_a_round_of_all_and_less_if_it_is_stale(
     )
     before_d = toy.initial_state(run.job).weights_d
     state = run_federation(run.job, replace(run.parts(Pacing()), gather=gather))
-    answers = run.told(SiteAnswered)
-    assert {a.staleness for a in answers} > {0}
-    ways = sum((1 + a.staleness) ** -0.5 / len(toy.SITES) for a in answers)
-    way_d = toy.update().delta_d * np.float32(ways)
-    np.testing.assert_allclose(state.weights_d - before_d, way_d, rtol=1e-5)
+    ages = [answer.staleness for answer in run.told(SiteAnswered)]
+    assert {*ages} > {0}
+    parts = [(1 + (age or 0)) ** -0.5 / len(toy.SITES) for age in ages]
+    return state.weights_d - before_d, parts
+
+
+def test_update_of_a_buffer_counts_as_in_a_round_of_all_and_less_if_it_is_stale():
+    """All updates are alike, so the length of the way shows what each counted."""
+    found_d, parts = way_of(schedule={"mode": "buffered", "buffer_size": 2})
+    way_d = toy.update().delta_d * np.float32(sum(parts))
+    np.testing.assert_allclose(found_d, way_d, rtol=1e-5)
+
+
+def test_momentum_of_buffers_is_that_of_a_round_of_all_sites():
+    """Three sites, one a buffer: the velocity changes with every third model."""
+    nesterov = {"name": "nesterov", "lr": 0.5, "momentum": 0.8}
+    found_d, parts = way_of(
+        schedule={"mode": "buffered", "buffer_size": 1},
+        aggregation={"server_optimizer": nesterov},
+    )
+    length = 0.5 * (sum(parts) + 0.8 * sum(parts[:3]))
+    way_d = toy.update().delta_d * np.float32(length)
+    np.testing.assert_allclose(found_d[:6], way_d[:6], rtol=1e-5)  # No statistics.

@@ -81,6 +81,23 @@ def nesterov(
     return theta
 
 
+def delayed_nesterov(
+    theta: float, updates: Iterable[float], spec: ServerOptimizerSpec, *, period: int
+) -> float:
+    """Algorithm 3 of arXiv:2401.09135 with c = 0, on one scalar weight."""
+    m = delta = 0.0
+    for t, update in enumerate(updates):
+        g = -update
+        delta += g
+        if (t + 1) % period == 0:
+            m = spec.momentum * m + delta
+            theta -= spec.lr * (spec.momentum * m + g)
+            delta = 0.0
+        else:
+            theta -= spec.lr * g
+    return theta
+
+
 def running_sum(
     theta: float, updates: Iterable[float], spec: ServerOptimizerSpec
 ) -> float:

@@ -41,7 +41,14 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
-from federation.protocols import Clock, Grid, LocalWeights, RunState, SiteHandler
+from federation.protocols import (
+    Clock,
+    Grid,
+    LocalWeights,
+    RunState,
+    ServerOptimizer,
+    SiteHandler,
+)
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import PlainGather
 from federation.rounds.server_optimizer import server_optimizer
@@ -171,6 +178,12 @@ def site(name: SiteId, job: JobSpec, *, clock: Clock) -> Site:
     )
 
 
+def optimizer_of(job: JobSpec) -> ServerOptimizer:
+    """The server optimiser of a job."""
+    spec, period = job.aggregation.server_optimizer, job.models_per_round
+    return server_optimizer(spec, period=period)
+
+
 def initial_state(job: JobSpec) -> RunState:
     """The state before the first round."""
     return RunState(
@@ -178,7 +191,7 @@ def initial_state(job: JobSpec) -> RunState:
         weights_d=np.zeros(LAYOUT.size, dtype=np.float32),
         integers_m=np.array([0, 42], dtype=np.int64),
         optimizer={
-            **server_optimizer(job.aggregation.server_optimizer).init(LAYOUT.size),
+            **optimizer_of(job).init(LAYOUT.size),
             **first_residual(job.communication.links, LAYOUT.size),
         },
         rounds_completed=0,
@@ -239,7 +252,7 @@ class Toy:
             "initial_state": lambda: initial_state(self.job),
             "checkpoints": self.checkpoints(),
             "draw_cohort": draw_cohort,
-            "optimizer": server_optimizer(aggregation.server_optimizer),
+            "optimizer": optimizer_of(self.job),
             "guests": registry.begin(self.job, changes.pop("metric_of", no_metric)),
             "clock": self.clock,
             "emit": self.events.append,

@@ -61,6 +61,25 @@ def test_matches_float64_loop(name: str):
     np.testing.assert_allclose(expected, weights_d[watched], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("period", [2, 3, 7])
+def test_velocity_of_buffers_changes_once_a_round(period: int):
+    """Algorithm 3 of arXiv:2401.09135."""
+    weights_d, updates = _inputs(100)
+    spec = _spec("nesterov")
+    expected = [
+        oracles.delayed_nesterov(
+            float(weights_d[i]), updates[:, i].astype(float), spec, period=period
+        )
+        for i in range(100)
+    ]
+    optimizer = server_optimizer(spec, period=period)
+    state = optimizer.init(100)
+    for number, update_d in enumerate(updates, start=1):
+        _apply(optimizer.of_model(number), weights_d, state, update_d)
+        weights_d = update_d
+    np.testing.assert_allclose(expected, weights_d, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_of_chunks_are_the_step_of_all(name: str):
     """Each value by itself, and the state is written over."""
