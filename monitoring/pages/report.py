@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -144,40 +144,59 @@ def render(
         figures: Figures to show; by default all that the run has data for. Drawing
             them takes most of the time.
     """
-    sites, ended = _listed_sites(view), [r.finished for r in view.rounds if r.finished]
     return (
         environment()
         .get_template("report.html.j2")
         .render(
-            view=view,
-            status_word="not finished" if view.status == RUNNING else view.status,
-            tiles=_tiles(view),
+            **context(view),
             panels=panels.of_run(view) if figures is None else figures,
-            confusion=_confusion(view),
-            cell_noise=_cell_noise(view),
-            colours=plots.site_colours(view),
-            sites=sites,
-            rounds=view.rounds[-MAX_ROUND_ROWS:],
-            failures=view.failures[-MAX_NOTICE_ROWS:],
-            num_failures=len(view.failures),
-            kinds=Counter(failure.kind.value for failure in view.failures),
-            meanings=FAILURE_MEANINGS,
-            warnings=view.warnings[-MAX_NOTICE_ROWS:],
-            skipped=view.skipped[-MAX_NOTICE_ROWS:],
-            best_round=_best_round(view),
-            max_rows_in_strip=plots.MAX_ROWS_IN_STRIP,
             job_toml=job_toml,
             versions=versions,
             plan_rows=run_plan.rows(plan, view),
             prices_of="" if plan is None else plan.prices_of,
-            stores=storage_use.shown(view),
-            store_rows=storage_use.rows,
-            store_total=storage_use.total(view.storage),
-            methods=" or ".join(sorted({s.used.method for s in view.sites if s.used})),
-            aggregator=total([f.resources for f in ended if f.resources]),
-            **report_privacy.context(view),
         )
     )
+
+
+def render_sections(view: RunView, names: Sequence[str]) -> Mapping[str, str]:
+    """Return some sections of the page as text, as the whole page has them.
+
+    Args:
+        view: The run; it may still be going on.
+        names: Blocks of ``report.html.j2``.
+    """
+    template = environment().get_template("report.html.j2")
+    within = template.new_context(context(view))
+    return {name: "".join(template.blocks[name](within)) for name in names}
+
+
+def context(view: RunView) -> Mapping[str, Any]:
+    """What the page's tables and tiles say, by its name in the template."""
+    ended = [row.finished for row in view.rounds if row.finished]
+    return {
+        "view": view,
+        "status_word": "not finished" if view.status == RUNNING else view.status,
+        "tiles": _tiles(view),
+        "confusion": _confusion(view),
+        "cell_noise": _cell_noise(view),
+        "colours": plots.site_colours(view),
+        "sites": _listed_sites(view),
+        "rounds": view.rounds[-MAX_ROUND_ROWS:],
+        "failures": view.failures[-MAX_NOTICE_ROWS:],
+        "num_failures": len(view.failures),
+        "kinds": Counter(failure.kind.value for failure in view.failures),
+        "meanings": FAILURE_MEANINGS,
+        "warnings": view.warnings[-MAX_NOTICE_ROWS:],
+        "skipped": view.skipped[-MAX_NOTICE_ROWS:],
+        "best_round": _best_round(view),
+        "max_rows_in_strip": plots.MAX_ROWS_IN_STRIP,
+        "stores": storage_use.shown(view),
+        "store_rows": storage_use.rows,
+        "store_total": storage_use.total(view.storage),
+        "methods": " or ".join(sorted({s.used.method for s in view.sites if s.used})),
+        "aggregator": total([f.resources for f in ended if f.resources]),
+        **report_privacy.context(view),
+    }
 
 
 @functools.cache
