@@ -5,9 +5,11 @@ wait until a verb needs them.
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,7 @@ from deploy.cli.terminal import (
     tell,
 )
 from deploy.cli.verb_table import Parser, parser_of
+from deploy.cli.web import live_page
 from deploy.exit_codes import DONE, FAILED, STOPPED
 from federation.clock import SystemClock
 from privacy import own_folder
@@ -218,7 +221,15 @@ def _runs(options: argparse.Namespace) -> int:
         )
     else:
         tell(f"there are no runs in {options.root}")
+    with live_page(options, options.root, {}):
+        if options.web:
+            _until_interrupted()
     return DONE
+
+
+def _until_interrupted() -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        threading.Event().wait()
 
 
 def _cells(row: dict[str, Any]) -> Sequence[str]:

@@ -15,6 +15,7 @@ from deploy import exit_codes
 from deploy.cli.arguments import load_job
 from deploy.cli.run_progress import run_progress
 from deploy.cli.terminal import say, say_json, say_table, tell
+from deploy.cli.web import live_page
 from deploy.exit_codes import DONE, STOPPED
 from federation.errors import FederationError, JobError, RunNotFound
 from monitoring import units
@@ -329,7 +330,12 @@ def _cell(value: Any) -> str:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    return follow(options, _find(options))
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+
+    run = _find(options)
+    actions = {"stop": run_queue.ask_to_stop}
+    with live_page(options, _config(options).runs, actions, run=run):
+        return follow(options, run)
 
 
 def _logs(options: argparse.Namespace) -> int:

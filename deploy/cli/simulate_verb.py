@@ -8,9 +8,10 @@ import argparse
 import contextlib
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,9 @@ from deploy.cli.terminal import (
     show_failure,
     tell,
 )
+from deploy.cli.web import live_page, stop_once
 from deploy.exit_codes import DONE, OUT_OF_BUDGET, STOPPED
-from federation.errors import FederationError, StoreUnavailable
+from federation.errors import FederationError, JobError, StoreUnavailable
 
 if TYPE_CHECKING:
     from federation.job.spec import JobSpec
@@ -41,6 +43,7 @@ def _simulate(options: argparse.Namespace) -> int:
     try:
         with (
             stop_on_signal() as stop,
+            _page(options, folder),
             run_progress(options.clock, every=job.evaluation.every) as show,
             unable_to_exit(),
         ):
@@ -81,6 +84,29 @@ def _simulate(options: argparse.Namespace) -> int:
         return OUT_OF_BUDGET
     _say_how_to_resume(options, folder, "stopped")
     return STOPPED
+
+
+def _page(
+    options: argparse.Namespace, folder: Path | None
+) -> AbstractContextManager[None]:
+    """The live page of the run.
+
+    Raises:
+        JobError: The run leaves nothing that a page could show.
+    """
+    if folder is None and options.web:
+        raise JobError(
+            "a run that is kept in memory has no live page: give --out",
+            key="storage.url",
+        )
+    from monitoring.runs.run_folder import RunFolder  # noqa: PLC0415
+
+    return live_page(
+        options,
+        Path() if folder is None else folder.parent.parent,
+        {"stop": stop_once(lambda: signal.raise_signal(signal.SIGINT))},
+        run=None if folder is None else RunFolder(folder),
+    )
 
 
 def _folder(job: "JobSpec", options: argparse.Namespace) -> Path | None:

@@ -29,7 +29,7 @@ from monitoring.pages.figures import (
     new_figure,
 )
 from monitoring.pages.panels import Panel, from_drawn
-from monitoring.pages.report import environment, write_page
+from monitoring.pages.report import environment
 from monitoring.privacy_words import accuracy_noise, loss_noise
 from monitoring.views import run_plan
 from monitoring.views.round_view import accuracy_of, loss_of, perplexity
@@ -216,19 +216,6 @@ class _RunRow:
     epsilon: str
     delta: str
     terms: str
-
-
-def write_comparison(runs: Sequence[ComparedRun], path: Path) -> None:
-    """Write the comparison of runs atomically.
-
-    Args:
-        runs: At least two, in the order of the page; any may still be going on.
-        path: Where to write; a file that is there is replaced.
-
-    Raises:
-        StoreUnavailable: The file cannot be written.
-    """
-    write_page(render(runs), path)
 
 
 def render(runs: Sequence[ComparedRun]) -> str:

@@ -158,24 +158,29 @@ def render(
     )
 
 
-def render_sections(view: RunView, names: Sequence[str]) -> Mapping[str, str]:
+def render_sections(
+    view: RunView, names: Sequence[str], *, is_live: bool
+) -> Mapping[str, str]:
     """Return some sections of the page as text, as the whole page has them.
 
     Args:
         view: The run; it may still be going on.
         names: Blocks of ``report.html.j2``.
+        is_live: Whether a process works on the run.
     """
     template = environment().get_template("report.html.j2")
-    within = template.new_context(context(view))
+    within = template.new_context(dict(context(view, is_live=is_live)))
     return {name: "".join(template.blocks[name](within)) for name in names}
 
 
-def context(view: RunView) -> Mapping[str, Any]:
+def context(view: RunView, *, is_live: bool = False) -> Mapping[str, Any]:
     """What the page's tables and tiles say, by its name in the template."""
+    unfinished = RUNNING if is_live else "not finished"
     ended = [row.finished for row in view.rounds if row.finished]
     return {
         "view": view,
-        "status_word": "not finished" if view.status == RUNNING else view.status,
+        "is_live": is_live,
+        "status_word": unfinished if view.status == RUNNING else view.status,
         "tiles": _tiles(view),
         "confusion": _confusion(view),
         "cell_noise": _cell_noise(view),

@@ -1,13 +1,14 @@
 """The timeline figure: each site and the aggregator, side by side."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from federation.events import SiteFailed
+from federation.messages import Phase
 from monitoring.pages.figures import (
     FAINT,
     LOST,
@@ -24,7 +25,7 @@ from monitoring.views.run_view import RunView
 MAX_ROUNDS_IN_TIMELINE = 5
 
 _FAILED, _WAITING, _OTHER = "failed", "on the way or waiting", "other"
-_COLOURS = {
+PHASES = {
     "advertise": "#c9b8dd",
     "confirm": "#a48cc4",
     "exchange": QUIET,
@@ -38,6 +39,7 @@ _COLOURS = {
     "checkpoint": "#2f7d57",
     _OTHER: "#8f8f3a",
     _WAITING: "#eceff3",
+    "awaited": "#c9d3de",
     _FAILED: LOST,
 }
 _LABEL_SHARE = 0.07  # of the width, for the label of a round
@@ -75,31 +77,44 @@ def timeline(view: RunView, sites: Sequence[str]) -> Figure | None:
     # Steps that one decimal can tell apart.
     axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_duration(x)))
-    add_legend(axes, {n: colour for n, colour in _COLOURS.items() if n in shown})
+    add_legend(axes, {n: colour for n, colour in PHASES.items() if n in shown})
     return figure
 
 
 def _draw_round(
     axes: Axes, row: RoundView, offset: float, sites: Sequence[str], shown: set[str]
 ) -> None:
-    def bar(place: int, start: float, seconds: float, phase: str) -> None:
-        name = phase if phase in _COLOURS else _OTHER
-        shown.add(name)
+    for place, start, seconds, phase in bars(row, sites):
+        shown.add(phase)
         span = (offset + start, seconds)
-        axes.broken_barh([span], (place - 0.3, 0.6), fc=_COLOURS[name])
+        axes.broken_barh([span], (place - 0.3, 0.6), fc=PHASES[phase])
 
+
+def bars(
+    row: RoundView, sites: Sequence[str]
+) -> Iterator[tuple[int, float, float, str]]:
+    """Yield the bars of a round: row, start and length in seconds, key of ``PHASES``.
+
+    Args:
+        row: The round; its start is 0.
+        sites: Who has row 1 and the next; the aggregator has row 0.
+    """
     for phase in row.phases:
-        bar(0, phase.start_seconds, phase.seconds, phase.name)
+        yield 0, phase.start_seconds, phase.seconds, _named(phase)
     for report in row.reports:
         if report.site not in sites:
             continue
         place = sites.index(report.site) + 1
         asked, answered = report.asked_seconds, report.answered_seconds
         failed = isinstance(report, SiteFailed)
-        bar(place, asked, answered - asked, _FAILED if failed else _WAITING)
+        yield place, asked, answered - asked, _FAILED if failed else _WAITING
         for phase in () if isinstance(report, SiteFailed) else report.phases:
             # What a site says that it did, as far as it can have been then.
             start = asked + phase.start_seconds
             seconds = min(phase.seconds, answered - start)
             if seconds >= 0:
-                bar(place, start, seconds, phase.name)
+                yield place, start, seconds, _named(phase)
+
+
+def _named(phase: Phase) -> str:
+    return phase.name if phase.name in PHASES else _OTHER

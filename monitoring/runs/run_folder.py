@@ -378,20 +378,32 @@ def leave_comparison(runs: Sequence[RunFolder], path: Path | None = None) -> Pat
         RunNotFound: A folder holds no run, or has lost its job file.
         StoreUnavailable: The page cannot be written.
     """
-    from monitoring.pages.comparison import ComparedRun, write_comparison  # noqa: PLC0415 -- slow to import
+    from monitoring.pages.report import write_page  # noqa: PLC0415 -- slow to import
 
     path = path or COMPARISON
-    compared = [
-        ComparedRun(
-            folder=str(run.path),
-            view=run.view(),
-            job_toml=run.read_job(),
-            plan=run_plan.read(run.path),
-        )
-        for run in runs
-    ]
-    write_comparison(compared, path)
+    write_page(render_comparison(runs), path)
     return path
+
+
+def render_comparison(runs: Sequence[RunFolder]) -> str:
+    """Return the comparison of runs as a page, from their files.
+
+    Raises:
+        RunNotFound: A folder holds no run, or has lost its job file.
+    """
+    from monitoring.pages.comparison import ComparedRun, render  # noqa: PLC0415 -- slow to import
+
+    return render(
+        [
+            ComparedRun(
+                folder=str(run.path),
+                view=run.view(),
+                job_toml=run.read_job(),
+                plan=run_plan.read(run.path),
+            )
+            for run in runs
+        ]
+    )
 
 
 def _versions() -> dict[str, str]:

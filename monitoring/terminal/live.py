@@ -189,7 +189,6 @@ def _end_notice(event: RunFinished) -> Iterator[Text]:
 
 
 def _header(view: RunView, now: float) -> Text:
-    done = len(view.rounds)
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(printable(view.started.job_name), style="bold")
     if view.finished is not None:
@@ -202,8 +201,9 @@ def _header(view: RunView, now: float) -> Text:
         line.append(f"  {format_duration(view.seconds)}")
         return _with_secrecy(line, view)
     line.append(f"  {format_duration(max(0.0, now - view.started.at))}")
-    if done:
-        line.append(f"  about {format_duration(_seconds_left(view, now))} left", "dim")
+    left = view.seconds_left(now)
+    if left is not None:
+        line.append(f"  about {format_duration(left)} left", "dim")
     return _with_secrecy(line, view)
 
 
@@ -227,15 +227,6 @@ def _privacy(view: RunView, console: Console) -> list[Text]:
         if noise is not None and not view.is_language:
             line += f", accuracy +-{privacy_words.format_points(noise)} points"
     return list(Text(printable(line), "cyan").wrap(console, console.width))
-
-
-def _seconds_left(view: RunView, now: float) -> float:
-    """Guess from the mean of the last rounds."""
-    recent = [row.seconds for row in view.rounds[-5:] if row.seconds is not None]
-    mean = sum(recent) / len(recent)
-    left = (view.started.rounds - view.rounds[-1].index) * mean
-    spent = now - view.current.started_at if view.current else 0.0
-    return max(0.0, left - min(max(0.0, spent), mean))
 
 
 def _bar(view: RunView) -> ProgressBar:

@@ -177,6 +177,20 @@ class RunView:
             return self.finished.rounds_completed
         return sum(row.status == COMPLETED for row in self.rounds)
 
+    def seconds_left(self, now: float) -> float | None:
+        """Guess how long the run goes on, from its last rounds; None before the first.
+
+        Args:
+            now: Seconds since 1970.
+        """
+        recent = [row.seconds for row in self.rounds[-5:] if row.seconds is not None]
+        if not recent:
+            return None
+        mean = sum(recent) / len(recent)
+        left = (self.started.rounds - self.rounds[-1].index) * mean
+        spent = now - self.current.started_at if self.current else 0.0
+        return max(0.0, left - min(max(0.0, spent), mean))
+
     @property
     def bytes_up(self) -> int:
         """Bytes from all sites, in the rounds that count and to evaluate."""

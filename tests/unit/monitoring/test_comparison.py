@@ -17,8 +17,8 @@ from monitoring.pages.comparison import (
     draw_comparison,
     has_accuracy,
     render,
-    write_comparison,
 )
+from monitoring.pages.report import write_page
 from monitoring.views.run_fold import fold
 
 pytestmark = pytest.mark.slow
@@ -225,6 +225,6 @@ def test_page_is_written_whole(tmp_path: Path):
     """An older page is replaced and nothing else is left."""
     path = tmp_path / "comparison.html"
     path.write_text("old")
-    write_comparison([_private(1.0), _private(2.0)], path)
+    write_page(render([_private(1.0), _private(2.0)]), path)
     assert path.read_text(encoding="utf-8").endswith("</html>")
     assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,1 @@
+"""The live page of runs: views of ``monitoring.views``, served on this machine."""

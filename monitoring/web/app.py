@@ -1,0 +1,237 @@
+"""The pages of runs as an ASGI application for one machine's own browser.
+
+``/`` lists the runs, ``/runs/RUN`` shows one while it goes on, and ``/compare`` is the
+comparison of several. Everything is read from the files of runs: a run does not know
+whether somebody looks.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from federation.errors import FederationError
+from federation.protocols import Clock
+from monitoring.pages.report import environment
+from monitoring.runs.run_folder import RunFolder, render_comparison
+from monitoring.web.guard import Guard
+from monitoring.web.run_feed import Chart, Page, Row, RunFeed
+
+LOOK_SECONDS = 1.0
+# Pages wait longer where making one takes long, so that they never take more of a core.
+MOST_SHARE = 0.02
+IDLE_SECONDS = 5.0  # Between two pages of a run in which nothing has happened.
+HEARTBEAT_LOOKS = 15  # So that a browser notices a connection that is gone.
+MAX_FEEDS = 8
+MIN_COMPARED, MAX_COMPARED = 2, 16
+
+Action = Callable[[RunFolder], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What the pages show.
+
+    Attributes:
+        rows: Returns a summary of each run, the oldest first; see
+            ``deploy.tools.runs.summary``.
+        find: Returns the folder of the run with an id; None without one.
+        actions: What a person may do with a run that goes on, by its name on the page.
+    """
+
+    rows: Callable[[], Sequence[Mapping[str, Any]]]
+    find: Callable[[str], RunFolder | None]
+    actions: Mapping[str, Action]
+
+
+class _SharedFeed:
+    """One feed for all browsers that look at a run."""
+
+    def __init__(self, run: RunFolder, clock: Clock) -> None:
+        self._feed, self._clock = RunFeed(run), clock
+        self._lock = asyncio.Lock()
+        self._next, self._made = 0.0, 0.0
+        self._page: Page | None = None
+
+    async def page(self) -> Page | None:
+        """The newest page; the same object if nothing has changed."""
+        async with self._lock:
+            now = self._clock.monotonic()
+            if now >= self._next:
+                took = await asyncio.to_thread(self._refresh, now)
+                self._next = now + max(LOOK_SECONDS, took / MOST_SHARE)
+            return self._page
+
+    def _refresh(self, now: float) -> float:
+        """Make the page anew if there is cause; seconds of CPU that it took."""
+        began = time.thread_time()
+        has_news = self._feed.look()
+        ends = self._page is not None and self._page.is_over
+        if has_news or (not ends and now >= self._made + IDLE_SECONDS):
+            self._page, self._made = self._feed.page(self._clock.now()), now
+        return time.thread_time() - began
+
+
+class Changes:
+    """What one browser knows of a page, and so what it lacks."""
+
+    def __init__(self) -> None:
+        """Begin with an empty page."""
+        self._sections: dict[str, str] = {}
+        self._charts: dict[str, Chart] = {}
+
+    def to(self, page: Page) -> Mapping[str, Any]:
+        """The changes that make the browser's page this one, for JSON."""
+        sections = {
+            name: html
+            for name, html in page.sections.items()
+            if self._sections.get(name) != html
+        }
+        changed = {
+            name: {
+                "title": chart.title,
+                "lines": chart.lines,
+                "log": chart.log,
+                "from": same,
+                "rows": chart.rows[same:],
+            }
+            for name, chart in page.charts.items()
+            if (same := self._known_rows(name, chart)) < len(chart.rows)
+        }
+        self._sections.update(sections)
+        self._charts.update(page.charts)
+        return {
+            "title": page.title,
+            "is_over": page.is_over,
+            "sections": sections,
+            "charts": changed,
+            "timeline": page.timeline,
+        }
+
+    def _known_rows(self, name: str, chart: Chart) -> int:
+        """How many of a chart's first rows the browser has."""
+        known = self._charts.get(name)
+        if known is None or known.lines != chart.lines:
+            return 0
+        return _same(known.rows, chart.rows)
+
+
+def _same(old: Sequence[Row], new: Sequence[Row]) -> int:
+    if old == new[: len(old)]:
+        return len(old)
+    pairs = enumerate(zip(old, new, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(old), len(new)))
+
+
+class _Pages:
+    """The handlers of the application."""
+
+    def __init__(self, shown: Shown, clock: Clock) -> None:
+        self._shown, self._clock = shown, clock
+        self._feeds: dict[str, _SharedFeed] = {}
+
+    async def index(self, _: Request) -> HTMLResponse:
+        rows = await asyncio.to_thread(self._shown.rows)
+        return _html("runs.html.j2", rows=rows[::-1])
+
+    async def run(self, request: Request) -> HTMLResponse:
+        name = request.path_params["name"]
+        self._find(name)
+        return _html("live.html.j2", name=name, actions=list(self._shown.actions))
+
+    async def act(self, request: Request) -> RedirectResponse:
+        name, action = request.path_params["name"], request.path_params["action"]
+        run = self._find(name)
+        if action not in self._shown.actions:
+            raise HTTPException(404, f"there is nothing called {action}")
+        try:
+            await asyncio.to_thread(self._shown.actions[action], run)
+        except FederationError as error:
+            raise HTTPException(409, str(error)) from error
+        return RedirectResponse(f"/runs/{name}", status_code=303)
+
+    async def changes(self, request: Request) -> StreamingResponse:
+        name = request.path_params["name"]
+        run = self._find(name)
+        feed = self._feeds.pop(name, None) or _SharedFeed(run, self._clock)
+        self._feeds[name] = feed  # The newest last.
+        for oldest in list(self._feeds)[:-MAX_FEEDS]:
+            del self._feeds[oldest]
+        return StreamingResponse(_stream(feed), media_type="text/event-stream")
+
+    async def compare(self, request: Request) -> HTMLResponse:
+        runs = [self._find(name) for name in request.query_params.getlist("run")]
+        if not MIN_COMPARED <= len(runs) <= MAX_COMPARED:
+            raise HTTPException(400, f"choose {MIN_COMPARED} to {MAX_COMPARED} runs")
+        try:
+            return HTMLResponse(await asyncio.to_thread(render_comparison, runs))
+        except FederationError as error:
+            raise HTTPException(409, str(error)) from error
+
+    def _find(self, name: str) -> RunFolder:
+        run = self._shown.find(name)
+        if run is None:
+            raise HTTPException(404, f"there is no run {name}")
+        return run
+
+
+def _html(template: str, **values: object) -> HTMLResponse:
+    return HTMLResponse(environment().get_template(template).render(**values))
+
+
+async def _stream(feed: _SharedFeed) -> AsyncIterator[str]:
+    """Server-sent events: the whole page, and then what changes on it."""
+    changes, last, quiet = Changes(), None, 0
+    while True:
+        page = await feed.page()
+        if page is not None and page is not last:
+            text = json.dumps(changes.to(page), allow_nan=False)
+            yield f"data: {text}\n\n"
+            last, quiet = page, 0
+        elif quiet >= HEARTBEAT_LOOKS:
+            yield ": still here\n\n"
+            quiet = 0
+        quiet += 1
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _refused(_: Request, error: Exception) -> HTMLResponse:
+    """Say an error on a page of its own."""
+    found = error if isinstance(error, HTTPException) else HTTPException(500)
+    page = environment().get_template("refused.html.j2").render(text=found.detail)
+    return HTMLResponse(page, status_code=found.status_code)
+
+
+def live_app(shown: Shown, *, token: str, port: int, clock: Clock) -> Guard:
+    """Make the application.
+
+    Args:
+        shown: The runs, and what may be done with them.
+        token: Who knows it may look; see ``Guard``.
+        port: Where it is served on the loopback interface.
+        clock: Tells time.
+    """
+    pages = _Pages(shown, clock)
+    static = StaticFiles(directory=Path(__file__).with_name("static"))
+    app = Starlette(
+        routes=[
+            Route("/", pages.index),
+            Route("/compare", pages.compare),
+            Route("/runs/{name}", pages.run),
+            Route("/runs/{name}/changes", pages.changes),
+            Route("/runs/{name}/{action}", pages.act, methods=["POST"]),
+            Mount("/static", static),
+        ],
+        exception_handlers={HTTPException: _refused},
+    )
+    return Guard(app, token=token, port=port)

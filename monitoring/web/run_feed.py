@@ -1,0 +1,293 @@
+"""One run's live page, as far as its events go: sections, charts and a timeline.
+
+The sections are those of the report and its numbers the same, because both are
+rendered from one ``RunView``. What may not leave a site is not in the events, and so
+not here; see ``federation.job.disclosure``.
+"""
+
+import io
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from federation.event_log import from_line
+from federation.events import RunStarted, SiteFailed
+from monitoring.pages import plots, report
+from monitoring.pages.timeline_plot import MAX_ROUNDS_IN_TIMELINE, PHASES, bars
+from monitoring.runs.run_folder import RunFolder
+from monitoring.terminal.progress import PlainProgress
+from monitoring.views.round_view import RUNNING, RoundView, perplexity
+from monitoring.views.run_fold import RunFold
+from monitoring.views.run_view import RunView
+from monitoring.views.site_view import Series
+
+SECTIONS = ("masthead", "summary", "sites", "rounds", "failures", "warnings")
+INK = ""  # The page's own colour of text, dark or light.
+MAX_LOG_LINES = 300
+MAX_AWAITED = 20
+
+Row = tuple[float | None, ...]  # x, and the value of each line there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A figure of lines over the rounds.
+
+    Attributes:
+        title: What it shows, with the unit.
+        lines: The name of each line, and its colour; empty for that of text.
+        rows: The round, and the value of each line after it; None where there is none.
+        log: Whether its axis is logarithmic.
+    """
+
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    rows: tuple[Row, ...]
+    log: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Everything that a live page shows at one moment.
+
+    Attributes:
+        title: The job's name, and how far the run is.
+        is_over: Whether nothing more will happen.
+        sections: HTML by the id of its place.
+        charts: Figures by name.
+        timeline: The last rounds: sites, bars and colours; None before the first.
+    """
+
+    title: str
+    is_over: bool
+    sections: Mapping[str, str]
+    charts: Mapping[str, Chart]
+    timeline: Mapping[str, Any] | None
+
+
+class RunFeed:
+    """Follows the events of a run."""
+
+    def __init__(self, run: RunFolder) -> None:
+        """Begin before its first event."""
+        self._run = run
+        self._offset = 0
+        self._damaged = 0
+        self._fold = RunFold()
+        self._text = io.StringIO()
+        self._progress = PlainProgress(self._text)
+        self._log: deque[str] = deque(maxlen=MAX_LOG_LINES)
+
+    def look(self) -> bool:
+        """Read what was written since; whether there was anything.
+
+        A damaged line is left out, and the page counts it. A run that was deleted has
+        no more events.
+        """
+        try:
+            with self._run.events.open("rb") as events:
+                events.seek(self._offset)
+                # A torn line goes when its writer was killed and another continues.
+                whole = events.read().rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return False
+        if not whole:
+            return False
+        self._offset += len(whole) + 1
+        for line in whole.split(b"\n"):
+            self._take(line)
+        self._log += self._text.getvalue().splitlines()
+        self._text.seek(0)
+        self._text.truncate()
+        return True
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event = from_line(line)
+        except ValueError:
+            self._damaged += 1
+            return
+        if event is None:
+            return
+        self._fold.add(event)
+        if self._fold.has_started or isinstance(event, RunStarted):
+            self._progress(event)
+
+    def page(self, now: float) -> Page | None:
+        """The page; None before the run's first event.
+
+        Args:
+            now: Seconds since 1970.
+        """
+        if not self._fold.has_started:
+            return None
+        view = self._fold.view()
+        done = f"{len(view.rounds)}/{view.started.rounds}"
+        return Page(
+            title=f"{view.started.job_name} {done}",
+            is_over=view.finished is not None,
+            sections={
+                **report.render_sections(view, SECTIONS, is_live=self._run.is_locked()),
+                "now": _now(view, now),
+                "log": _log(self._log, self._damaged),
+            },
+            charts=charts(view),
+            timeline=timeline(view, now),
+        )
+
+
+def _now(view: RunView, now: float) -> str:
+    """The round in progress: who is awaited, and what failed."""
+    row = view.current
+    answered = {} if row is None else {found.site: found for found in row.reports}
+    silent = [] if row is None else [s for s in row.cohort if s not in answered]
+    left = None if view.finished else view.seconds_left(now)
+    return (
+        report.environment()
+        .get_template("now.html.j2")
+        .render(
+            view=view,
+            row=row,
+            awaited=silent[:MAX_AWAITED],
+            num_silent=len(silent),
+            failed=[f for f in answered.values() if isinstance(f, SiteFailed)],
+            waited=0.0 if row is None else max(0.0, now - row.started_at),
+            left=left,
+            late=_late(view, now) if silent else "",
+        )
+    )
+
+
+def _late(view: RunView, now: float) -> str:
+    """By how much the round in progress is longer than the last ones; empty if not."""
+    usual = [row.seconds for row in view.rounds[-5:] if row.seconds is not None]
+    if not usual or view.current is None:
+        return ""
+    took = now - view.current.started_at
+    return f"{took / max(usual):.1f}" if took > 1.5 * max(usual) else ""
+
+
+def _log(lines: Sequence[str], damaged: int) -> str:
+    return (
+        report.environment()
+        .get_template("log.html.j2")
+        .render(lines=lines, damaged=damaged)
+    )
+
+
+def charts(view: RunView) -> Mapping[str, Chart]:
+    """The figures of lines that a run has data for, by name."""
+    loss = view.pooled(lambda sums: sums.loss)
+    training = plots.training_losses(view)
+    found = {
+        "loss": _over_sites(
+            view, f"Held-out loss{view.loss_unit}", loss, lambda site: site.loss
+        )
+    }
+    if training:
+        chart = found["loss"]
+        found["loss"] = _joined(
+            chart.title,
+            [*_lines(chart), (plots.TRAINING, "", training)],
+        )
+    if view.is_language:
+        series = tuple((at, perplexity(value)) for at, value in loss)
+        found["quality"] = _joined(
+            "Perplexity", [(plots.ALL_SITES, INK, series)], log=True
+        )
+    elif any(row.accuracy is not None for row in view.rounds):
+        right = _percent(view.pooled(lambda sums: sums.accuracy))
+        found["quality"] = _over_sites(
+            view, "Accuracy in %", right, lambda site: _percent(site.accuracy)
+        )
+    if view.privacy is not None and view.spent:
+        found["epsilon"] = _over_sites(view, "Epsilon", (), lambda site: site.epsilon)
+    ended = [row for row in view.rounds if row.seconds is not None]
+    found["bytes"] = _joined(
+        "Traffic of a round in MB",
+        [
+            ("up", plots.UP_COLOUR, [(r.index, r.bytes_up / 1e6) for r in ended]),
+            ("down", "#d08b3c", [(r.index, r.bytes_down / 1e6) for r in ended]),
+        ],
+    )
+    seconds = [(row.index, row.seconds or 0.0) for row in ended]
+    found["seconds"] = _joined("Seconds of a round", [("round", INK, seconds)])
+    return {name: chart for name, chart in found.items() if chart.rows}
+
+
+def _percent(series: Series) -> Series:
+    return tuple((at, 100 * value) for at, value in series)
+
+
+def _over_sites(
+    view: RunView, title: str, pooled: Series, own: Callable[[Any], Series]
+) -> Chart:
+    colours = plots.site_colours(view)
+    lines = [(plots.ALL_SITES, INK, pooled)] if pooled else []
+    lines += [
+        (site.site, colours[site.site], own(site))
+        for site in plots.shown_sites(view)
+        if own(site)
+    ]
+    return _joined(title, lines)
+
+
+def _joined(
+    title: str,
+    lines: Sequence[tuple[str, str, Sequence[tuple[int, float]]]],
+    *,
+    log: bool = False,
+) -> Chart:
+    values = [dict(series) for _, _, series in lines]
+    rounds = sorted({at for each in values for at in each})
+    return Chart(
+        title=title,
+        lines=tuple((name, colour) for name, colour, _ in lines),
+        rows=tuple((at, *(_finite(each.get(at)) for each in values)) for at in rounds),
+        log=log,
+    )
+
+
+def _lines(chart: Chart) -> Iterator[tuple[str, str, Series]]:
+    for place, (name, colour) in enumerate(chart.lines, start=1):
+        series = ((int(row[0] or 0), row[place]) for row in chart.rows)
+        yield name, colour, tuple((at, v) for at, v in series if v is not None)
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no others, and no axis either."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def timeline(view: RunView, now: float) -> Mapping[str, Any] | None:
+    """The last rounds, and the one in progress, as bars of seconds."""
+    rows: list[RoundView] = [r for r in view.rounds if r.finished is not None]
+    rows = rows[-MAX_ROUNDS_IN_TIMELINE:]
+    rows += [] if view.current is None or view.finished else [view.current]
+    if not rows:
+        return None
+    sites = [site.site for site in plots.shown_sites(view)]
+    start = rows[0].started_at
+    drawn = [
+        (place, row.started_at - start + begin, seconds, phase)
+        for row in rows
+        for place, begin, seconds, phase in bars(row, sites)
+    ]
+    if rows[-1].status == RUNNING:
+        offset, took = rows[-1].started_at - start, max(0.0, now - rows[-1].started_at)
+        heard = {found.site for found in rows[-1].reports}
+        drawn += [
+            (place, offset, took, "awaited")
+            for place, site in enumerate(sites, start=1)
+            if site in rows[-1].cohort and site not in heard
+        ]
+    shown = {phase for *_, phase in drawn}
+    return {
+        "rows": ["aggregator", *sites],
+        "rounds": [(row.index, row.started_at - start) for row in rows],
+        "seconds": max((begin + seconds for _, begin, seconds, _ in drawn), default=0),
+        "bars": drawn,
+        "colours": {name: c for name, c in PHASES.items() if name in shown},
+    }

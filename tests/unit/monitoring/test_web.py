@@ -1,0 +1,202 @@
+"""The live page: what it shows, what it sends again, and whom it lets in."""
+
+import json
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+from support import event_samples
+from support.event_samples import Script
+
+from federation.clock import SystemClock
+from federation.errors import FederationError
+from federation.event_log import EventWriter
+from federation.events import Event, RunFinished
+from federation.messages import FailureKind
+from monitoring.pages import report
+from monitoring.runs.run_folder import RunFolder
+from monitoring.web.app import Changes, Shown, live_app
+from monitoring.web.run_feed import SECTIONS, Page, RunFeed
+
+PORT, TOKEN = 8642, "a-token-of-many-bits"
+BASE = f"http://127.0.0.1:{PORT}"
+NOW = event_samples.START + 30
+HOSTILE = "</pre><script>alert('x')</script>&"
+
+
+def _write(run: RunFolder, events: list[Event]) -> None:
+    with EventWriter(run.events) as log:
+        for event in events:
+            log(event)
+
+
+def _page(feed: RunFeed) -> Page:
+    feed.look()
+    page = feed.page(NOW)
+    assert page is not None
+    return page
+
+
+@pytest.mark.slow
+def test_sections_are_those_of_the_report(tmp_path: Path) -> None:
+    """Each number has the same digits, because each section is the report's own."""
+    run = RunFolder(tmp_path)
+    _write(run, event_samples.run(Script(epsilon_cap=8.0)))
+    page = _page(RunFeed(run))
+    whole = report.render(run.view(), "", {}, figures=())
+    for name in SECTIONS[1:]:  # The first says that the page is live.
+        assert page.sections[name].strip() in whole
+
+
+@pytest.mark.slow
+def test_charts_hold_what_the_view_holds(tmp_path: Path) -> None:
+    """Every round has its loss, and what no site has told has no line."""
+    run = RunFolder(tmp_path)
+    _write(run, event_samples.run(Script(secure=True)))
+    charts = _page(RunFeed(run)).charts
+    view = run.view()
+    assert {name for name, _ in charts["loss"].lines} == {"all sites", "training"}
+    assert [(row[0], row[1]) for row in charts["loss"].rows] == list(
+        view.pooled(lambda sums: sums.loss)
+    )
+    assert [row[1] for row in charts["bytes"].rows] == [
+        row.bytes_up / 1e6 for row in view.rounds
+    ]
+
+
+@pytest.mark.slow
+def test_damaged_and_torn_lines_cost_only_themselves(tmp_path: Path) -> None:
+    """What is whole is shown, and the page says how much was not."""
+    run = RunFolder(tmp_path)
+    events = event_samples.run(Script(rounds=3))
+    _write(run, events)
+    *lines, last = run.events.read_bytes().splitlines(keepends=True)
+    run.events.write_bytes(b"".join([*lines[:5], b'{"event": \xff\n', *lines[5:]]))
+    feed = RunFeed(run)
+    assert not _page(feed).is_over
+    assert "1 damaged line of events.jsonl" in _page(feed).sections["log"]
+    with run.events.open("ab") as log:
+        log.write(last[:10])
+        log.flush()
+        assert not feed.look()
+        log.write(last[10:])
+    assert isinstance(events[-1], RunFinished)
+    assert _page(feed).is_over
+
+
+@pytest.mark.slow
+def test_names_and_messages_are_text(tmp_path: Path) -> None:
+    """Whatever a site may choose is escaped wherever the page shows it."""
+    run = RunFolder(tmp_path)
+    failures = ((2, HOSTILE, FailureKind.CRASHED),)
+    script = Script(sites=(HOSTILE, "b"), failures=failures, message=HOSTILE)
+    events = event_samples.run(script)
+    _write(run, events[: len(events) // 2])
+    page = _page(RunFeed(run))
+    assert page.timeline is not None
+    assert HOSTILE in page.timeline["rows"]  # The script writes it as text.
+    for html in page.sections.values():
+        assert "<script" not in html
+    assert "&lt;script&gt;" in page.sections["sites"]
+
+
+@pytest.mark.slow
+def test_only_changes_are_sent(tmp_path: Path) -> None:
+    """A browser gets each row of a chart once, and all of them after a resume."""
+    run = RunFolder(tmp_path)
+    events = event_samples.run(Script(rounds=6, stop_after=6))
+    half = len(events) // 2
+    feed, changes = RunFeed(run), Changes()
+    _write(run, events[:half])
+    first = changes.to(_page(feed))
+    _write(run, events[half:])
+    second = changes.to(_page(feed))
+    assert "summary" in second["sections"]
+    rows = first["charts"]["bytes"]["rows"]
+    assert second["charts"]["bytes"]["from"] == len(rows) > 0
+    assert changes.to(_page(feed))["charts"] == {}
+    assert changes.to(_page(feed))["sections"] == {}
+    # Another coordinator continues from the third round.
+    _write(run, event_samples.run(Script(rounds=6, first_round=3, seed=5)))
+    again = changes.to(_page(feed))["charts"]["loss"]
+    known = [*rows[: again["from"]], *again["rows"]]
+    assert again["from"] <= 3
+    assert len(known) == len(_page(feed).charts["loss"].rows)
+    json.dumps(first, allow_nan=False)
+
+
+@pytest.fixture(name="client")
+def _client(tmp_path: Path) -> TestClient:
+    run = RunFolder(tmp_path / "job" / "20260101-000000-abcdef")
+    _write(run, event_samples.run(Script(rounds=2)))
+
+    def stop(_: RunFolder) -> None:
+        raise FederationError("it has ended already")
+
+    shown = Shown(
+        rows=lambda: [{"run_id": run.path.name, "job": "job", "status": "unreadable"}],
+        find={run.path.name: run}.get,
+        actions={"stop": stop},
+    )
+    app = live_app(shown, token=TOKEN, port=PORT, clock=SystemClock())
+    return TestClient(app, base_url=BASE, follow_redirects=False)
+
+
+def _enter(client: TestClient) -> None:
+    answer = client.get(f"/?token={TOKEN}")
+    assert answer.status_code == 303
+    assert answer.headers["location"] == "/"
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+
+
+RUN = "/runs/20260101-000000-abcdef"
+
+
+@pytest.mark.parametrize("path", ["/", RUN, f"{RUN}/changes", "/static/live.js"])
+def test_nobody_looks_without_the_token(client: TestClient, path: str) -> None:
+    """Another user of the host learns nothing, not even which runs there are."""
+    assert client.get(path).status_code == 403
+    assert client.get(f"{path}?token=wrong").status_code == 403
+    client.cookies.set(f"crossfed-{PORT}", "wrong")
+    assert client.get(path).status_code == 403
+    assert "20260101" not in client.get(path).text
+
+
+def test_token_opens_the_pages(client: TestClient) -> None:
+    """The address gives a cookie, and the address that remains holds no token."""
+    _enter(client)
+    assert "20260101-000000-abcdef" in client.get("/").text
+    page = client.get(RUN)
+    assert page.status_code == 200
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert client.get("/static/live.js").status_code == 200
+    assert client.get("/runs/another").status_code == 404
+    assert client.get("/compare?run=another").status_code == 404
+
+
+def test_address_of_another_host_is_no_way_out(client: TestClient) -> None:
+    """The redirect stays here, whatever the path begins with."""
+    answer = client.get(f"{BASE}//evil.example/?token={TOKEN}")
+    assert answer.headers["location"] == "/evil.example/"
+
+
+def test_rebound_name_is_refused(client: TestClient) -> None:
+    """A page of the internet whose name leads here keeps its name."""
+    _enter(client)
+    answer = client.get("/", headers={"host": f"evil.example:{PORT}"})
+    assert answer.status_code == 421
+
+
+def test_changes_come_from_the_page_itself(client: TestClient) -> None:
+    """A form of another site, which the cookie would not go with, is refused anyway."""
+    _enter(client)
+    for origin in ({}, {"origin": "http://evil.example"}, {"origin": "null"}):
+        answer = client.post(f"{RUN}/stop", headers=origin)
+        assert answer.status_code == 403
+    answer = client.post(f"{RUN}/stop", headers={"origin": BASE})
+    assert answer.status_code == 409
+    assert "it has ended already" in answer.text
+    answer = client.post(f"{RUN}/delete", headers={"origin": BASE})
+    assert answer.status_code == 404
