@@ -189,12 +189,14 @@ class RoundCharges(TypedDict):
         trains: Whether ``fit`` is called in it.
         evaluations: How often ``evaluate`` is.
         anchor: How many charges the site's ledger must hold before this one.
+        steps: Local steps that the round takes, where its task says how many.
     """
 
     round_index: int
     trains: bool
     evaluations: int
     anchor: NotRequired[LedgerAnchor]
+    steps: NotRequired[int]
 
 
 class EvaluateArguments(TypedDict):

@@ -34,6 +34,7 @@ from clients.training.local_federation import Federation
 from clients.training.private_steps import (
     PrivateTraining,
     events_by_round,
+    most_private_steps,
     num_private_steps,
     sampling_rate,
 )
@@ -134,6 +135,7 @@ class SitePlan:
         held_out: Noise of held-out results; None if these are public.
         num_rounds: Rounds that may be trained, with those held in reserve.
         reserve: Those held in reserve.
+        most_steps: Steps of a round at most, where tasks say how many.
         noise_varies: Whether the noise follows from what other sites state, who may
             state something else when the run resumes.
         num_evaluations: Evaluations that may be charged, likewise.
@@ -150,13 +152,15 @@ class SitePlan:
     once: tuple[PrivacyEvent, ...] = ()
     later: tuple[tuple[int, PrivacyEvent], ...] = ()
     reserve: int = 0
+    most_steps: int = 0
     noise_varies: bool = False
 
     @property
     def largest_event(self) -> PrivacyEvent:
         """The steps of a round that costs most: any may be repeated."""
         events = (self.round_event, *(event for _, event in self.later))
-        return max(events, key=lambda event: event.sampling_rate)
+        found = max(events, key=lambda event: event.sampling_rate)
+        return replace(found, steps=max(found.steps, self.most_steps))
 
     @property
     def training_events(self) -> tuple[PrivacyEvent, ...]:
@@ -612,6 +616,7 @@ def _plan(
         held_out=_held_out(job, held_out_units(job, train, held_out), delta),
         num_rounds=job.rounds + private.reserve_rounds,
         reserve=private.reserve_rounds,
+        most_steps=most_private_steps(job, num_records),
         num_evaluations=_num_evaluations(job),
         once=once,
     )
@@ -659,7 +664,7 @@ def _multiplier(
     kinds.sort(reverse=True)
     (rate, steps), *more = kinds
     reserve = job.privacy.differential_privacy.reserve_rounds
-    steps += reserve * num_private_steps(job, num_records)
+    steps += reserve * most_private_steps(job, num_records)
     return noise_multiplier(
         cap, delta, rate, steps, slack=SLACK, beside=once, more=more
     )
@@ -775,6 +780,6 @@ def _promise(name: SiteId, plan: SitePlan) -> SitePrivacy:
         delta=plan.delta,
         noise_multiplier=plan.round_event.noise_multiplier,
         sampling_rate=plan.largest_event.sampling_rate,
-        steps_per_round=plan.round_event.steps,
+        steps_per_round=plan.largest_event.steps,
         held_out_noise=None if held_out is None else held_out.standard_deviation(),
     )

@@ -415,8 +415,10 @@ def _work_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         )
         demand = f"allows {limit} local steps a round (policy.max_local_steps)"
         yield key, demand, {"max_local_steps": most}
-    secure = job.privacy.secure_aggregation.enabled
-    if secure and is_by_capacity(job) and not policy.accept_dropouts:
+    privacy = job.privacy
+    is_bare = not privacy.differential_privacy.enabled  # Noise bounds what sums tell.
+    is_shown = privacy.secure_aggregation.enabled and is_by_capacity(job)
+    if is_shown and is_bare and not policy.accept_dropouts:
         demand = (
             "does not accept that sums of different rounds differ by single sites "
             "(policy.accept_dropouts), as those do whose sites change their local steps"

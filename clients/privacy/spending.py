@@ -93,13 +93,29 @@ class Releases:
             for rate in {each.sampling_rate for each in taken}
         )
 
-    def event_in(self, round_index: int) -> PrivacyEvent:
-        """The private steps of a round."""
+    def event_in(self, round_index: int, steps: int = 0) -> PrivacyEvent:
+        """The private steps of a round, of which its task may say the number.
+
+        Whoever chooses these numbers may do so by earlier answers. All steps are alike:
+        from whatever model it begins, each is a mechanism M of this event's noise, rate
+        and slack. After s steps the ledger refuses n more unless ::
+
+            epsilon(M composed s + n times) <= cap
+
+        so that no choice leads beyond the largest N with epsilon(M composed N times)
+        <= cap, and N follows from no data. A run is N adaptive steps of M, of which the
+        last may be left out, and few models are seen: post-processing of what the
+        accountant bounds. Rounds of other rates need more; see ``has_room``.
+
+        Args:
+            round_index: The round, from 1.
+            steps: As its task says; 0 where the job fixes them.
+        """
         found = self.round_event
         for first, event in self.later:
             if first <= round_index:
                 found = event
-        return found
+        return replace(found, steps=steps) if steps else found
 
 
 def _steps_from(rate: float, events: Iterable[PrivacyEvent]) -> int:
@@ -127,6 +143,7 @@ class BudgetedTrainer:
         self._round_index = -1
         self._trains = False
         self._evaluations = 0
+        self._steps = 0
 
     def layout(self) -> Layout:
         """Layout of the model."""
@@ -139,6 +156,7 @@ class BudgetedTrainer:
         trains: bool,
         evaluations: int,
         anchor: LedgerAnchor = NO_ANCHOR,
+        steps: int = 0,
     ) -> None:
         """Charge all that a round releases, or nothing.
 
@@ -158,13 +176,13 @@ class BudgetedTrainer:
             raise ProtocolError("was asked to evaluate, but the job has no evaluations")
         releases: list[Release] = []
         if trains:
-            event = self._releases.event_in(round_index)
+            event = self._releases.event_in(round_index, steps)
             self._check_room(event, round_index)
             releases.append((event, "train"))
         if held_out is not None:
             releases += [(held_out.event(), "evaluate")] * evaluations
         self._ledger.charge_all(releases, round_index=round_index)
-        self._round_index = round_index
+        self._round_index, self._steps = round_index, steps
         self._trains, self._evaluations = trains, evaluations
 
     def _check_room(self, event: PrivacyEvent, round_index: int) -> None:
@@ -193,6 +211,8 @@ class BudgetedTrainer:
         round_index = arguments["round_index"]
         if not self._trains or round_index != self._round_index:
             raise RuntimeError(f"round {round_index} was not charged")
+        if (steps := len(arguments.get("steps", ()))) != self._steps:
+            raise RuntimeError(f"{self._steps} steps were charged, not {steps}")
         self._trains = False
         result = self._trainer.fit(weights_d, integers_m, **arguments)
         return replace(result, num_examples=0, training=None)

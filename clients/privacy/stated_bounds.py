@@ -15,6 +15,7 @@ from federation.events import SitePrivacy
 from federation.ids import SiteId
 from federation.job.metrics import MAX_PREDICTIONS
 from federation.job.spec import JobSpec
+from federation.rounds.local_work import bounds
 from privacy.dp.accountant import MIN_DELTA
 from privacy.dp.budget import default_delta
 from privacy.dp.calibration import (
@@ -121,15 +122,13 @@ def introduction_fault(job: JobSpec, found: Introduction, *, is_last: bool) -> s
 
 
 def _promise_fault(job: JobSpec, promise: SitePrivacy) -> str:
-    for name, bounds in promise_bounds(job, promise).items():
+    for name, ends in promise_bounds(job, promise).items():
         value = getattr(promise, name)
-        if value is None or bounds is None:
-            if value is not bounds:
+        if value is None or ends is None:
+            if value is not ends:
                 return f"promises {name} = {value}, which this job does not ask for"
-        elif not bounds[0] <= value <= bounds[1]:
-            return (
-                f"promises {name} = {value:g}, not from {bounds[0]:g} to {bounds[1]:g}"
-            )
+        elif not ends[0] <= value <= ends[1]:
+            return f"promises {name} = {value:g}, not from {ends[0]:g} to {ends[1]:g}"
     return ""
 
 
@@ -144,7 +143,7 @@ def promise_bounds(job: JobSpec, promise: SitePrivacy) -> Mapping[str, Bounds | 
     cap, given = private.target_epsilon or 0.0, private.noise_multiplier
     most_delta, least_delta = _deltas(job)
     is_site = private.unit == "site"
-    steps = training.local_steps or 0
+    steps = bounds(job)[1]
     if private.in_sum:
         steps = 1
     elif not steps:

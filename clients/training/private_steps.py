@@ -51,7 +51,13 @@ from clients.randomness import RandomBytes
 from clients.ranks.peers import NO_PEERS, Peers
 from federation.errors import SiteError
 from federation.job.spec import JobSpec
-from federation.rounds.local_work import accumulate_in, first_rounds, in_round
+from federation.rounds.local_work import (
+    accumulate_in,
+    bounds,
+    first_rounds,
+    in_round,
+    is_by_capacity,
+)
 from federation.vectors import Layout, Vector
 from privacy.counts import coarse
 from privacy.dp.events import PrivacyEvent
@@ -164,11 +170,22 @@ def sampling_rate(job: JobSpec, num_records: int) -> float:
 
 
 def num_private_steps(job: JobSpec, num_records: int) -> int:
-    """Steps of a round; an epoch samples every record once on average."""
+    """Steps of a round; an epoch samples every record once on average.
+
+    Where tasks say how many: what the noise is planned for. With ``auto`` that is the
+    mean, since the steps of the run are fixed; by capacity the most in any round.
+    """
+    if is_by_capacity(job):
+        return bounds(job)[1]
     if job.training.local_steps is not None:
         return job.training.local_steps
     per_epoch = round(1 / sampling_rate(job, num_records))
     return job.training.num_epochs * per_epoch
+
+
+def most_private_steps(job: JobSpec, num_records: int) -> int:
+    """Steps of a round at most, which a round in reserve may take."""
+    return max(bounds(job)[1], num_private_steps(job, num_records))
 
 
 def event_of(

@@ -49,6 +49,7 @@ from federation.protocols import (
     FitArguments,
     LocalUpdate,
     LocalWeights,
+    RoundCharges,
     ServerOptimizer,
     Trainer,
     WorksAhead,
@@ -372,12 +373,15 @@ class Work:
         begin_d = form.begin(kept, weights_d) if trains else weights_d
         after = trains and task.evaluate_after
         before = task.evaluate or after or not trains
-        trainer.pay(
-            round_index=task.round_index,
-            trains=trains,
-            evaluations=before + after,
-            anchor=task.anchor,
-        )
+        charges: RoundCharges = {
+            "round_index": task.round_index,
+            "trains": trains,
+            "evaluations": before + after,
+            "anchor": task.anchor,
+        }
+        if task.steps is not None:
+            charges["steps"] = len(task.steps)
+        trainer.pay(**charges)
         evaluation = evaluation_after = trained = None
         if before:
             with watch.phase("evaluate"):

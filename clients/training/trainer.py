@@ -510,20 +510,17 @@ class TorchTrainer:
             The number of each step, counted over the run, when its gradient is there;
             until the site must leave.
         """
-        model, round_index = start.model, start.round_index
-        size, persons = len(self.train), self._persons
-        job = in_round(self.job, round_index)  # As it is charged for.
+        model = start.model
         model.train()
         gradient = PrivateGradient(
             model,
-            job,
+            in_round(self.job, start.round_index),  # As it is charged for.
             private,
-            num_records=size,
-            persons=persons,
+            num_records=len(self.train),
+            persons=self._persons,
             peers=self.peers,
         )
-        count = num_private_steps(job, size if persons is None else persons.count)
-        for number in range((round_index - 1) * count, round_index * count):
+        for number in start.steps:
             for drawn in gradient.draw():
                 loss = self._private_loss(model, drawn.records)
                 gradient.add_(loss, drawn)
@@ -648,6 +645,8 @@ class TorchTrainer:
 
     def _steps_per_round(self) -> int:
         training = self.job.training
+        if self.private is not None:
+            return num_private_steps(self.job, num_units(self.job, self.train))
         if training.local_steps is not None:
             return training.local_steps
         batches_per_epoch = -(-len(self.train) // training.batch_size)

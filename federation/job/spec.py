@@ -464,8 +464,7 @@ class ScheduleSpec:
             aggregator measures how long rounds take, and chooses the fewest local
             steps, from `training.local_steps` to `max_local_steps`, for which sites
             train `training_share` of the time. The run takes `rounds` times
-            `training.local_steps` steps in all. In virtual time or deployed; not with
-            differential privacy.
+            `training.local_steps` steps in all. In virtual time or deployed.
         max_local_steps: Most local steps of a round with `auto`, at least twice
             `training.local_steps`; and of a site with `capacity`, by default four times
             `training.local_steps`.

@@ -11,8 +11,10 @@ CAPACITY = Method(
     instead='use "static"',
     excludes={
         "it gives sites numbers of steps: use training.local_steps": Thing.EPOCHS,
-        "the steps of every round are planned and charged before the run, so they "
-        "cannot follow the sites' speed": Thing.PRIVACY,
+        "shared noise protects only one step per round: use unit = "
+        '"record"': Thing.JOINT,
+        "all sites are shown each site's steps, which follow its pace, and its noise "
+        "hides only its update": Thing.WHOLE_SITES,
         "all sites of a group take the same steps": Thing.GROUPS,
         "both choose the steps of a round": Thing.CHOSEN_STEPS,
         "the batches before a round must be known": Thing.LARGER_STEPS,
@@ -26,4 +28,8 @@ CAPACITY = Method(
             *("control variates", "FedDyn", Thing.LEVELS),
         ),
     },
+    private_because=(
+        "noise is planned for schedule.max_local_steps in every round, and each round "
+        "is charged for the steps that it takes"
+    ),
 )

@@ -11,9 +11,15 @@ CHOSEN_STEPS = Method(
     excludes={
         "'auto' chooses a number of steps: use training.local_steps, the fewest, "
         "instead of local_epochs": Thing.EPOCHS,
-        "with differential privacy the steps of every round are planned and charged "
-        "before the run, so they cannot follow the lines": Thing.PRIVACY,
+        "shared noise protects only one step per round: use unit = "
+        '"record"': Thing.JOINT,
+        "one site's pace would show in the steps of all, and its noise hides only its "
+        "update": Thing.WHOLE_SITES,
     },
+    private_because=(
+        "noise is planned for all steps of the run, and each round is charged for its "
+        "own before it takes them"
+    ),
 )
 LARGER_STEPS = Method(
     name=Thing.LARGER_STEPS,

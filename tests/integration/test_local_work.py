@@ -17,6 +17,8 @@ from federation.events import Event, LocalWorkChosen
 from federation.job.spec import JobSpec
 from federation.rounds import cost
 from monitoring.runs.run_result import RunResult
+from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
+from privacy.dp.ledger.ledger_format import Contents
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +31,15 @@ SECURE_SUM = {"enabled": True, "threshold": 3}
 SECURE = {"privacy": {"secure_aggregation": SECURE_SUM}}
 OVERLAP = {"training": {"overlap_steps": 1}}
 RARELY = {"evaluation": {"every": 4}}
+CAP = 50.0
+PRIVATE: dict[str, Any] = {
+    "aggregation": {"weights": "uniform"},
+    "privacy": {
+        "secure_aggregation": SECURE_SUM,
+        "differential_privacy": {"unit": "record", "target_epsilon": CAP},
+    },
+    "simulation": {"vouch_for_sources": True},
+}
 
 
 def job(*changes: dict[str, dict[str, Any]]) -> JobSpec:
@@ -53,6 +64,10 @@ def job(*changes: dict[str, dict[str, Any]]) -> JobSpec:
         for name, table in change.items():
             tables[name] = {**tables.get(name, {}), **table}
     return small_job(num_sites=3, rounds=ROUNDS, **tables)
+
+
+def ledger(folder: Path, site: str) -> Contents:
+    return read_file(folder / "run" / "sites" / site / LEDGER_NAME)
 
 
 def watched(of: JobSpec, **how: Any) -> tuple[RunResult, Sequence[LocalWorkChosen]]:
@@ -118,5 +133,22 @@ def test_a_run_that_ended_before_its_last_round_is_extended(tmp_path: Path):
     result, then = watched(replace(whole, rounds=18), extend=True, **how)
     assert before[-1].round_index < 12
     assert then[0].round_index == before[-1].round_index + 2
-    assert sum(event.num_steps for event in (*before, *then)) == LOW * 18
     assert result.rounds_completed == len(before) + len(then)
+    assert sum(event.num_steps for event in (*before, *then)) == LOW * 18
+
+
+def test_private_sites_are_charged_for_the_steps_that_were_chosen(tmp_path: Path):
+    """Each round's before it takes them, under secure aggregation, and when resumed."""
+    answers = iter([False] * 4 + [True] * 9)
+    asked = replace(job(PRIVATE), rounds=40)
+    how: dict[str, Any] = {"folder": tmp_path / "run", "report": False}
+    _, before = watched(asked, stop_requested=lambda: next(answers), **how)
+    _, then = watched(asked, resume=True, **how)
+    chosen = {event.round_index: event.num_steps for event in (*before, *then)}
+    assert sum(chosen.values()) == LOW * 40
+    assert max(chosen.values()) > 2 * LOW
+    for site in ("site-0", "site-2"):
+        charges = ledger(tmp_path, site).charges
+        assert {c.round_index: c.event.steps for c in charges} == chosen
+        assert len(charges) == len(chosen)
+        assert 0.5 * CAP < charges[-1].epsilon_after <= CAP

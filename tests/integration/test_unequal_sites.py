@@ -21,6 +21,7 @@ from federation.events import (
     SiteFailed,
 )
 from federation.job.spec import JobSpec
+from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
 
 pytestmark = pytest.mark.slow
 
@@ -338,6 +339,34 @@ def test_clip_norm_is_that_of_the_scaled_update():
     rounds = of(RoundFinished, events)
     assert {e.status for e in rounds} == {"completed"}
     assert 0.75e-3 < max(e.update_norm for e in rounds) <= 1.001e-3
+
+
+PRIVATE: dict[str, Any] = {
+    "simulation": {"vouch_for_sources": True},
+    "privacy": {"differential_privacy": {"unit": "record", "target_epsilon": 50.0}},
+    "aggregation": {"weights": "uniform"},
+}
+
+
+@pytest.mark.parametrize("tables", [(), (in_secret(threshold=3),)], ids=str)
+def test_private_sites_are_charged_for_the_steps_that_they_take(
+    tables: tuple[dict[str, Any], ...], tmp_path: Path
+):
+    """Noise is planned for the most steps, so that no site reaches its target."""
+    most = {"schedule": {"max_local_steps": 12}}
+    job = job_of(EIGHT, FOUR_TIMES, PRIVATE, CAPACITY, most, *tables)
+    events = told(job, folder=tmp_path / "run", report=False)
+    assert {e.status for e in of(RoundFinished, events)} == {"completed"}
+    taken = {}
+    for site in SITES:
+        contents = read_file(tmp_path / "run" / "sites" / site / LEDGER_NAME)
+        assert [c.round_index for c in contents.charges] == [*range(1, 13)]
+        taken[site] = [c.event.steps for c in contents.charges]
+        assert contents.charges[-1].epsilon_after <= 50.0
+    assert taken["site-3"][-1] == 12 > taken["site-0"][-1]
+    if not tables:
+        for answer in of(SiteAnswered, events):
+            assert answer.num_steps == taken[answer.site][answer.round_index - 1]
 
 
 def test_resumed_run_of_sums_goes_on_as_fast(tmp_path: Path):

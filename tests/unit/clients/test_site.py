@@ -78,6 +78,7 @@ class AddOne:
         trains: bool,
         evaluations: int,
         anchor: LedgerAnchor = NO_ANCHOR,
+        steps: int = 0,
     ) -> None:
         pass
 

@@ -104,6 +104,19 @@ def test_the_remedy_is_that_of_all_faults():
     assert "policy.accept_two_sites" not in text
 
 
+def test_private_sites_may_take_different_steps_in_a_sum():
+    """Noise bounds what sums show together, so that no operator need accept it."""
+    job = private_job()
+    schedule = replace(job.schedule, allocation="capacity", max_local_steps=8)
+    training = replace(job.training, local_steps=4)
+    job = replace(job, schedule=schedule, training=training)
+    limits = {"functions": MODELS, "accept_dropouts": False}
+    site_policy.check_job(job, PolicySpec(**limits, max_local_steps=8), SITE)
+    key, text = refused(job, **limits, max_local_steps=7)
+    assert key == "schedule.max_local_steps"
+    assert "allows 7 local steps" in text
+
+
 @pytest.mark.parametrize(
     ("job", "policy", "key", "text"),
     [
