@@ -18,7 +18,13 @@ from federation.messages import (
     MetricSums,
     PrivacySpent,
 )
-from federation.protocols import FitArguments, LocalUpdate, LocalWeights, Trainer
+from federation.protocols import (
+    FitArguments,
+    LocalUpdate,
+    LocalWeights,
+    Trainer,
+    WorksAhead,
+)
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.held_out import HeldOutMechanism
@@ -216,6 +222,22 @@ class BudgetedTrainer:
         self._trains = False
         result = self._trainer.fit(weights_d, integers_m, **arguments)
         return replace(result, num_examples=0, training=None)
+
+    def work_ahead(
+        self, round_index: int, kept: Arrays, first_step: int | None = None
+    ) -> None:
+        """Begin with a round's first steps, which are charged with their round.
+
+        Only ``fit`` looks at what they led to, and only after ``pay`` has charged the
+        n steps of a round, of which they are some. So what leaves in rounds 1 to r is a
+        function of the steps that were charged for these rounds. Steps ahead of a round
+        that does not come, or that begins with something else, are dropped. Whether
+        that happens follows from tasks and from the time, not from these steps, and
+        their keys and samples are used for nothing else: without them, all that leaves
+        has the same distribution.
+        """
+        if isinstance(self._trainer, WorksAhead):
+            self._trainer.work_ahead(round_index, kept, first_step)
 
     def evaluate(
         self,

@@ -258,7 +258,11 @@ class TorchTrainer:
                 )
                 sums = Sums(self.pool.device, self.peers, metrics_of(self.job.training))
                 stop = self.job.training.overlap_steps
-                gradients = self._gradients(start, optimizer, sums, stop=stop)
+                gradients = (
+                    self._gradients(start, optimizer, sums, stop=stop)
+                    if self.private is None
+                    else self._private_gradients(start, self.private, stop=stop)
+                )
                 with closing(gradients):
                     for number in gradients:
                         optimizer.step(number)
@@ -317,7 +321,7 @@ class TorchTrainer:
             gradients = (
                 self._gradients(start, optimizer, sums, first=num_steps)
                 if self.private is None
-                else self._private_gradients(start, self.private)
+                else self._private_gradients(start, self.private, first=num_steps)
             )
             with closing(gradients):
                 for number in gradients:
@@ -499,9 +503,14 @@ class TorchTrainer:
         sums.add(loss.loss, loss.count, loss.metrics)
 
     def _private_gradients(
-        self, start: LocalRound, private: PrivateTraining
+        self,
+        start: LocalRound,
+        private: PrivateTraining,
+        *,
+        first: int = 0,
+        stop: int | None = None,
     ) -> Generator[int]:
-        """Compute differentially private gradients of this round's local steps.
+        """Compute differentially private gradients of steps as ``_gradients`` does.
 
         Nothing is counted on the way: sums over the samples would have no noise. All
         steps were charged, so that fewer cost no more.
@@ -520,7 +529,7 @@ class TorchTrainer:
             persons=self._persons,
             peers=self.peers,
         )
-        for number in start.steps:
+        for number in start.steps[first:stop]:
             for drawn in gradient.draw():
                 loss = self._private_loss(model, drawn.records)
                 gradient.add_(loss, drawn)

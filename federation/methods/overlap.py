@@ -12,10 +12,12 @@ OVERLAP = Method(
         "here": (Thing.EPOCHS, Thing.ALL_AHEAD),
         "the proximal term pulls towards a model that has not arrived "
         "yet": Thing.PROXIMAL,
-        "private steps are charged with their round, and these would be taken before "
-        "it": Thing.PRIVACY,
         "overlap_steps mixes an older weight with the residual of the "
         "round": Thing.EXACT_ADAPTERS,
         f"ranks do not work ahead: {ONE_RANK}": Thing.RANKS,
     },
+    private_because=(
+        "what steps ahead led to is looked at only after the round that has them was "
+        "charged for all its steps"
+    ),
 )
