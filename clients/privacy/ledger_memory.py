@@ -41,6 +41,20 @@ _Kind = tuple[float, float, float]
 _NONE = Counter[_Kind]()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """What a run that is at work on a dataset has planned to spend.
+
+    Attributes:
+        delta: The probability that goes with its epsilon.
+        planned: All that it will release, if nothing is done twice.
+    """
+
+    run_id: RunId
+    delta: float
+    planned: tuple[PrivacyEvent, ...]
+
+
 class ClosableLedger(Ledger, Protocol):
     """A ledger that holds something open."""
 
@@ -202,16 +216,20 @@ def check_plan(
     budget: LifetimeBudget,
     terms: Terms,
     planned: Iterable[PrivacyEvent],
+    reserved: Sequence[Reservation] = (),
 ) -> None:
     """Refuse a run that the budget of all runs cannot cover to its end.
 
-    Nothing is written. Runs that are not over count with what they have charged.
+    Nothing is written. Runs that have ended or been left count with what they have
+    charged.
 
     Args:
         memory: The site's.
         budget: Budget of all runs on the data.
         terms: Terms of the run.
         planned: All that the run will release, if nothing is done twice.
+        reserved: Plans of the runs on the data that are at work beside it: they count
+            whole, or two runs could each begin and neither be finished.
 
     Raises:
         JobError: It is not allowed, or earlier runs were about other neighbours.
@@ -223,12 +241,13 @@ def check_plan(
     if budget.epsilon is None:
         return
     own = _merged(_events({"": entry[_RUNS].get(terms.run_id, {"events": []})}))
-    others = _other_runs(document, budget, terms)
+    others = _with_plans(_other_runs(document, budget, terms), reserved)
     epsilon, delta = _composed(budget, terms, others, own | _merged(planned))
     if epsilon > budget.epsilon:
         before, _ = _composed(budget, terms, others, own)
+        spent = "have spent or planned" if reserved else "have spent"
         raise JobError(
-            f"site {terms.site!r}: all runs on {budget.dataset!r} have spent epsilon "
+            f"site {terms.site!r}: all runs on {budget.dataset!r} {spent} epsilon "
             f"{format_epsilon(before)} at delta {delta:g}, this one would take it to "
             f"{format_epsilon(epsilon)}, and {budget.epsilon:g} is allowed "
             f"({budget.key}). Lower target_epsilon, or run fewer rounds",
@@ -245,6 +264,7 @@ class RememberedLedger:
         memory: The site's.
         budget: Budget of all runs on the data.
         planned: All that the run will release, if nothing is done twice.
+        reserved: See ``check_plan``.
 
     Raises:
         JobError: The run could exceed the budget, or earlier runs on the data were
@@ -258,6 +278,7 @@ class RememberedLedger:
         memory: SiteMemory,
         budget: LifetimeBudget,
         planned: Iterable[PrivacyEvent] = (),
+        reserved: Sequence[Reservation] = (),
     ) -> None:
         """Note what the ledger is ahead of the memory, as after a crash."""
         self._ledger = ledger
@@ -269,7 +290,7 @@ class RememberedLedger:
         self._own = _merged(charge.event for charge in ledger.charges())
         self._own -= self._repeated
         self._planned = _merged(planned) | self._own
-        check_plan(memory, budget, ledger.terms, planned)
+        check_plan(memory, budget, ledger.terms, planned, reserved)
         if self._own:  # A run that has charged nothing leaves no trace.
             memory.update(DOCUMENT, self._note)
         # With these other runs the plan is within the budget: a charge within it need
@@ -377,6 +398,18 @@ def _other_runs(
 ) -> Mapping[str, Any]:
     entry = document.get(_DATASETS, {}).get(budget.dataset, {_RUNS: {}})
     return {name: run for name, run in entry[_RUNS].items() if name != terms.run_id}
+
+
+def _with_plans(
+    others: Mapping[str, Any], reserved: Iterable[Reservation]
+) -> Mapping[str, Any]:
+    """Count runs at work with their plans, where they have not charged more."""
+    found = dict(others)
+    for each in reserved:
+        before = _events({"": found.get(each.run_id, {"events": []})})
+        events = _merged(before) | _merged(each.planned)
+        found[each.run_id] = {"delta": each.delta, "events": _listed(events)}
+    return found
 
 
 def _composed(

@@ -22,6 +22,7 @@ from clients.privacy.ledger_memory import (
     ClosableLedger,
     LifetimeBudget,
     RememberedLedger,
+    Reservation,
     check_plan,
     keep_anchor,
     known_anchor,
@@ -108,6 +109,7 @@ class LedgerContext:
             simulation it is not: a person may copy a run and continue with both.
         lineage: Names the site's data, for what is released of them once.
         max_delta: The largest delta that the site's operator allows.
+        reserved: Plans of the runs that are at work on the site's data beside this one.
     """
 
     memory: SiteMemory | None = None
@@ -116,6 +118,7 @@ class LedgerContext:
     is_anchor: bool = True
     lineage: str = ""
     max_delta: float = 1.0
+    reserved: tuple[Reservation, ...] = ()
 
 
 NOTHING_KEPT = LedgerContext()
@@ -379,6 +382,12 @@ class PrivateSites:
             at=at,
         )
 
+    def reservation(self, name: SiteId) -> Reservation:
+        """What a site has planned to spend, for the runs beside this one."""
+        plan = self.plans[name]
+        planned = _planned(self.federation.job, self.run_id, plan, self.keeping(name))
+        return Reservation(run_id=self.run_id, delta=plan.delta, planned=planned)
+
     def _remembered(self, keeping: LedgerContext) -> LedgerAnchor:
         if keeping.memory is None or not keeping.is_anchor:
             return NO_ANCHOR
@@ -440,7 +449,9 @@ class PrivateSites:
         if keeping.memory is None:
             return ledger
         planned = _planned(self.federation.job, self.run_id, plan, keeping)
-        return RememberedLedger(ledger, keeping.memory, keeping.budget, planned)
+        return RememberedLedger(
+            ledger, keeping.memory, keeping.budget, planned, keeping.reserved
+        )
 
 
 def check_budget(
@@ -463,7 +474,7 @@ def check_budget(
     if keeping.memory is not None:
         planned = _planned(job, run_id, plan, keeping)
         terms = _terms(job, run_id, name, plan)
-        check_plan(keeping.memory, keeping.budget, terms, planned)
+        check_plan(keeping.memory, keeping.budget, terms, planned, keeping.reserved)
 
 
 def _terms(job: JobSpec, run_id: RunId, name: SiteId, plan: SitePlan) -> Terms:

@@ -113,6 +113,7 @@ class FlowerNode:
             one then takes no message, and ends without leaving: Flower would count the
             other as gone until its next heartbeat.
         uniform: Draws the waits between attempts.
+        max_runs: Of how many runs the last answer is kept.
         node_id: Flower's number for it, once it is active.
     """
 
@@ -127,15 +128,17 @@ class FlowerNode:
     listener: Callable[[str], None] = _LOG.info
     is_replaced: Callable[[], bool] = lambda: False
     uniform: Uniform = random.SystemRandom().uniform
+    max_runs: int = 1
     node_id: int | None = None
     _calls: FleetCalls = field(init=False, repr=False)
-    _inbox: Inbox[RecordDict] = field(default_factory=Inbox, init=False, repr=False)
+    _inbox: Inbox[RecordDict] = field(init=False, repr=False)
     _free: threading.Event = field(default_factory=threading.Event, init=False)
     _sent_at: float = field(default=-math.inf, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Make what the requests share."""
         self._free.set()
+        self._inbox = Inbox(self.max_runs)
         self._calls = FleetCalls(
             address=self.address,
             clock=self.clock,
@@ -384,7 +387,8 @@ class FlowerNode:
             self._sent_at = self.clock.monotonic()
         finally:
             if envelope.name and reply.has_content():
-                self._inbox.keep(envelope.name, reply.content)
+                run = reply.metadata.run_id
+                self._inbox.keep(envelope.name, reply.content, run)
 
     def _answer(self, message: Message) -> Message:
         """Let the app answer; an error becomes the answer of a failed node."""

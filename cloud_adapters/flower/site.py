@@ -189,7 +189,8 @@ def reply_at_once(about: Message, inbox: Inbox[RecordDict]) -> Message | None:
         question, or is about none.
     """
     name, kind = about.metadata.group_id, about.metadata.message_type
-    if kind not in {PROBE, AGAIN} and (not name or inbox.admit(name)):
+    run = about.metadata.run_id
+    if kind not in {PROBE, AGAIN} and (not name or inbox.admit(name, run)):
         return None
     answer = inbox.answer(name) if kind == AGAIN else None
     content = pack_word(inbox.look(name)) if answer is None else answer

@@ -90,31 +90,37 @@ class Inquiry:
 class Inbox(Generic[Answer]):
     """What a site knows of the questions that it was sent; for several threads.
 
-    The last answer is kept, until another question comes: who asks that has received
-    the answer before, or given it up.
+    The last answer to a run is kept, until its next question comes: who asks that has
+    received the answer before, or given it up.
+
+    Args:
+        max_runs: Of how many runs an answer is kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_runs: int = 1) -> None:
         """Know nothing."""
         self._names: OrderedDict[str, None] = OrderedDict()
-        self._last: tuple[str, Answer] | None = None
+        self._last: OrderedDict[int, tuple[str, Answer]] = OrderedDict()
+        self._max_runs = max_runs
         self._lock = threading.Lock()
 
-    def admit(self, name: str) -> bool:
-        """Whether to work on a question that has arrived: it is a new one."""
+    def admit(self, name: str, run: int = 0) -> bool:
+        """Whether to work on a question of a run that has arrived: it is a new one."""
         with self._lock:
             if name in self._names:
                 return False
             self._names[name] = None
-            self._last = None
+            self._last.pop(run, None)
+            while len(self._last) >= self._max_runs:
+                self._last.popitem(last=False)
             while len(self._names) > MAX_NAMES:
                 self._names.popitem(last=False)
             return True
 
-    def keep(self, name: str, answer: Answer) -> None:
+    def keep(self, name: str, answer: Answer, run: int = 0) -> None:
         """Keep the answer to a question; it has been sent, or could not be."""
         with self._lock:
-            self._last = (name, answer)
+            self._last[run] = (name, answer)
 
     def forget(self, name: str) -> None:
         """Take a question for unknown: it did not come whole, and is untouched."""
@@ -124,13 +130,11 @@ class Inbox(Generic[Answer]):
     def look(self, name: str) -> Word:
         """The state of a question now."""
         with self._lock:
-            if self._last is not None and self._last[0] == name:
+            if name in dict(self._last.values()):
                 return Word.ANSWERED
             return Word.KNOWN if name in self._names else Word.UNKNOWN
 
     def answer(self, name: str) -> Answer | None:
         """The answer to a question, if it is kept."""
         with self._lock:
-            if self._last is None or self._last[0] != name:
-                return None
-            return self._last[1]
+            return dict(self._last.values()).get(name)

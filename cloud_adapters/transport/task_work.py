@@ -34,8 +34,8 @@ LOOK_SECONDS = 0.2
 
 _LOG = logging.getLogger(__name__)
 
-# What this process is busy with.
-_working: dict[SiteId, tuple[threading.Thread, int]] = {}
+# What this process is busy with; a run that hangs does not hold another one up.
+_working: dict[tuple[SiteId, RunId], tuple[threading.Thread, int]] = {}
 _lock = threading.Lock()
 
 
@@ -149,12 +149,17 @@ def within(
             answers.append(inline(_crashed(task, error, leaves())))
 
     with _lock:
-        earlier = _working.get(task.site)
+        key = (task.site, task.run_id)
+        earlier = _working.get(key)
         if earlier is not None and earlier[0].is_alive():
             text = still_working(earlier[1])
             return inline(failure(task, FailureKind.BUSY, text))
+        for ended in [
+            each for each, (one, _) in _working.items() if not one.is_alive()
+        ]:
+            del _working[ended]
         thread = threading.Thread(target=do, name="crossfed-site", daemon=True)
-        _working[task.site] = (thread, task.round_index)
+        _working[key] = (thread, task.round_index)
         thread.start()
     num_looks = math.ceil(seconds / LOOK_SECONDS)
     for _ in range(num_looks):

@@ -2,11 +2,14 @@
 
 Bytes in, bytes out: Flower's connection is in ``cloud_adapters.flower.node``. For each
 run that was proposed and accepted the agent keeps the proposal, the ledger and what the
-protocol must remember in ``runs/RUN`` of its folder, and continues after a restart;
-model, data and keys of the run are in memory.
+protocol must remember in ``runs/RUN`` of its folder, and continues after a restart.
+Model, data and keys of a run at work are in memory, of as many runs as ``max_runs``
+allows: where another begins, the one that was used longest ago makes room, and comes
+back with its next task.
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,7 +19,7 @@ from pathlib import Path
 from clients.models.model_pool import ModelPool
 from clients.models.model_size import LimitedSize
 from clients.privacy import sum_plan as sum_privacy
-from clients.privacy.ledger_memory import lifetime
+from clients.privacy.ledger_memory import Reservation, lifetime
 from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.site_policy import (
     Faults,
@@ -37,13 +40,13 @@ from deploy.site_host import (
     enrolment_roster,
     ranks as site_ranks,
 )
-from deploy.site_host.config import SiteConfig
+from deploy.site_host.config import SiteConfig, SiteFile
 from deploy.site_host.departure import Departure
 from deploy.site_host.run import (
     OpenRun,
     ProposedRun,
-    SiteKeys,
     lifetime_budget,
+    name_data,
     note_limits,
     open_run,
     order_seed,
@@ -94,12 +97,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class SiteAgent:
-    """Answers proposals and tasks of one run at a time.
+    """Answers proposals and tasks, one after another, of one run or of several.
 
     Attributes:
         config: The operator's ``site.toml``.
         identity: The site's own key.
-        roster: Whom it trusts; read again for every run, and kept until the next.
+        roster: Whom it trusts; read again for every run, which then keeps it.
         clock: Tells time.
         listener: Called with a word about every run that is proposed.
         refresh: Called before the roster is read for a proposal: an operator's
@@ -115,9 +118,12 @@ class SiteAgent:
     refresh: Callable[[], None] = lambda: None
     departure: Departure = field(default_factory=Departure)
     _meters: StoreMeters = field(init=False)
-    _met: ProposedRun | None = field(default=None, init=False)
-    _run: OpenRun | None = field(default=None, init=False)
-    _lines: RunLines | None = field(default=None, init=False)
+    # Runs at work, the one used longest ago first; not opened yet are those whose
+    # sites state what they need.
+    _runs: OrderedDict[RunId, OpenRun | ProposedRun] = field(
+        default_factory=OrderedDict, init=False
+    )
+    _lines: dict[RunId, RunLines] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         """Start measuring the use of stores."""
@@ -144,8 +150,8 @@ class SiteAgent:
         """
         if introduction.is_end(sealed):
             ended = introduction.open_end(sealed, self.roster)
-            if self._lines is not None and self._lines.run_id == ended:
-                self._tell_left(has_ended=True)
+            self._close_run(ended)
+            self._tell_left(ended, has_ended=True)
             return b""
         if introduction.are_statements(sealed):
             statements = introduction.open_statements(sealed, self.roster)
@@ -179,13 +185,14 @@ class SiteAgent:
         if task.site != self.name:
             raise ProtocolError(f"site {self.name!r} received a task for {task.site!r}")
         run = self._current(task.run_id)
-        if self._lines is not None:
-            self._lines.begin()
+        lines = self._lines.get(task.run_id)
+        if lines is not None:
+            lines.begin()
         lost = lost_work(run.met.job, task)
         with self.departure.at_work(lost), wiring.torch_threads(run.met.job):
             answer = run.handler.handle(task)
-        if self._lines is not None:
-            self._lines.note(task, answer)
+        if lines is not None:
+            lines.note(task, answer)
         self._tell_use(run)
         self.config.confirm()  # Before it leaves.
         return answer
@@ -204,7 +211,6 @@ class SiteAgent:
             )
         private = private_sites(
             met,
-            config=self.config,
             identity=self.identity,
             folder=self._folder(run_id),
             clock=self.clock,
@@ -221,37 +227,40 @@ class SiteAgent:
         return self._current(run_id).met.federation.pool.layout
 
     def close(self) -> None:
-        """Leave the run: keys go, ledgers are closed."""
-        self._tell_left()
-        self._close_run()
+        """Leave all runs: keys go, ledgers are closed."""
+        for run_id in [*self._lines]:
+            self._tell_left(run_id)
+        for run_id in [*self._runs]:
+            self._close_run(run_id)
 
-    def _tell_left(self, *, has_ended: bool = False) -> None:
-        lines, self._lines = self._lines, None
+    def _tell_left(self, run_id: RunId, *, has_ended: bool = False) -> None:
+        lines = self._lines.pop(run_id, None)
         if lines is not None:
             lines.leave(has_ended=has_ended)
 
     def _tell_accepted(self, run: OpenRun) -> None:
         """Say that the site takes part; not when a coordinator has only restarted."""
-        lines = self._lines
-        is_known = lines is not None and lines.run_id == run.met.run_id
-        if is_known and lines is not None and lines.job == run.met.job:
-            return
-        if not is_known:  # Otherwise it was extended.
-            self._tell_left()
-        self._lines = RunLines(
-            run.met.run_id,
+        run_id, config = run.met.run_id, run.met.config
+        lines = self._lines.get(run_id)
+        if lines is not None and lines.job == run.met.job:
+            return  # Otherwise it was extended.
+        for other in [*self._lines]:
+            if other not in self._runs:
+                self._tell_left(other)
+        self._lines[run_id] = RunLines(
+            run_id,
             job=run.met.job,
             promise=run.promise,
-            data=site_data.describe(self.config.file, run.met.federation),
+            data=site_data.describe(config.file, run.met.federation),
             listener=self.listener,
-            total=self._total_spent,
+            total=partial(self._total_spent, config),
         )
-        self._lines.accept()
+        self._lines[run_id].accept()
 
-    def _total_spent(self) -> str:
+    def _total_spent(self, config: SiteConfig) -> str:
         """Say what all runs on the site's records have spent, and what is allowed."""
-        budget = lifetime_budget(self.config)
-        found = lifetime(site_memory(self.config), budget)
+        budget = lifetime_budget(config)
+        found = lifetime(site_memory(config), budget)
         if found is None or budget.epsilon is None:
             return ""
         spent = format_epsilon(found.epsilon)
@@ -261,11 +270,28 @@ class SiteAgent:
             f"{format_cap(budget.epsilon)}, {left} left (policy.total_epsilon)"
         )
 
-    def _close_run(self) -> None:
-        run, self._run, self._met = self._run, None, None
-        if run is not None:
+    def _close_run(self, run_id: RunId) -> None:
+        run = self._runs.pop(run_id, None)
+        if isinstance(run, OpenRun):
             self._tell_use(run)
             run.stack.close()
+
+    def _make_room(self, run_id: RunId) -> None:
+        """Close a run, and of the others those that there is no room for beside it."""
+        self._close_run(run_id)
+        while len(self._runs) >= self.config.file.max_runs:
+            self._close_run(next(iter(self._runs)))
+
+    def _reserved(self, config: SiteConfig) -> tuple[Reservation, ...]:
+        """What the runs at work on the site's data have planned to spend."""
+        return tuple(
+            run.reservation
+            for run in self._runs.values()
+            if isinstance(run, OpenRun)
+            and run.reservation is not None
+            and not self._lines[run.met.run_id].is_over
+            and name_data(run.met.config) == name_data(config)
+        )
 
     def _roster_for(self, sealed: bytes) -> Roster:
         """The roster for a proposal: the newest, unless its run is open.
@@ -281,13 +307,13 @@ class SiteAgent:
             self.listener(f"roster {serial} stays in use, {path} is refused: {error}")
             return self.roster
         # Whose proposal it is has not been checked yet; nothing else is read of it.
-        run_id = introduction.kept_proposal(sealed).run_id
-        return self.roster if self._is_open(run_id) else newest
+        met = self._at_work(RunId(introduction.kept_proposal(sealed).run_id))
+        return newest if met is None else met.roster
 
-    def _is_open(self, run_id: str) -> bool:
-        """Whether a run has begun here: it keeps the roster and policy of then."""
-        met = self._met if self._run is None else self._run.met
-        return met is not None and met.run_id == run_id
+    def _at_work(self, run_id: RunId) -> ProposedRun | None:
+        """A run that has begun here: it keeps the roster and policy of then."""
+        run = self._runs.get(run_id)
+        return run.met if isinstance(run, OpenRun) else run
 
     def _tell_use(self, run: OpenRun) -> None:
         """Note in the site's own folder what stores were used for since the last time.
@@ -313,9 +339,10 @@ class SiteAgent:
             raise ProtocolError(f"a run without a valid name: {error}") from None
 
     def _current(self, run_id: RunId) -> OpenRun:
-        run = self._run
-        if run is None or run.met.run_id != run_id:
+        run = self._runs.get(run_id)
+        if not isinstance(run, OpenRun):
             run = self._open_again(run_id)
+        self._runs.move_to_end(run_id)
         return run
 
     def _open_again(self, run_id: RunId) -> OpenRun:
@@ -334,7 +361,7 @@ class SiteAgent:
                 f"site {self.name!r} has not received the other sites' noise "
                 f"statements for run {met.run_id!r}"
             ) from None
-        statements = introduction.open_statements(sealed, self.roster)
+        statements = introduction.open_statements(sealed, met.roster)
         return self._stated(statements, met)
 
     def _meet_again(self, run_id: RunId) -> ProposedRun:
@@ -354,7 +381,7 @@ class SiteAgent:
         if met.job.privacy.differential_privacy.in_sum:
             needs = sum_privacy.needs(met.federation)[self.name]
             self._keep(met.run_id, {PROPOSAL: sealed})
-            self._met = met
+            self._runs[met.run_id] = met
             return self._introduction(sealed, needs=needs)
         run = self._open(met, keep={PROPOSAL: sealed})
         tells = run.promise is None and not met.job.privacy.secure_aggregation.enabled
@@ -365,9 +392,7 @@ class SiteAgent:
     def _answer_statements(self, statements: Statements, sealed: bytes) -> Introduction:
         """Plan the noise that all sites make together, and promise what follows."""
         run_id = RunId(statements.run_id)
-        met = self._met if self._run is None else self._run.met
-        if met is None or met.run_id != run_id:
-            met = self._meet_again(run_id)
+        met = self._at_work(run_id) or self._meet_again(run_id)
         stated = self._stated(statements, met)
         run = self._open(met, keep={_STATEMENTS: sealed}, stated=stated)
         return self._introduction(sealed, privacy=run.promise)
@@ -383,7 +408,7 @@ class SiteAgent:
             JobError: They are not those of all sites.
         """
         stated = introduction.stated_needs(
-            statements, proposal=met.sealed, roster=self.roster
+            statements, proposal=met.sealed, roster=met.roster
         )
         names = {SiteId(site.name) for site in met.job.sites}
         if stated.keys() != names:
@@ -422,11 +447,15 @@ class SiteAgent:
         notice = dropout_notice(job)
         if notice:
             self.listener(f"run {run_id}: {notice}")
-        is_open = self._is_open(run_id)
-        self._close_run()
-        if not is_open:
+        before = self._at_work(run_id)
+        if before is None:
             self.config = site_file.read_again(self.config)
-        pool, data = self._loaded(job, proposal, roster, is_new=is_new)
+        config = self.config if before is None else before.config
+        self._make_room(run_id)
+        reserved = self._reserved(config)
+        pool, data = self._loaded(
+            job, proposal, roster, config, reserved, is_new=is_new
+        )
         if roster != self.roster:
             self.listener(f"roster {roster.serial} is in use from run {run_id} on")
             self.roster = roster
@@ -434,7 +463,7 @@ class SiteAgent:
             job=job,
             pool=pool,
             site_data={self.name: data},
-            order_seed=order_seed(self.config, job, sealed),
+            order_seed=order_seed(config, job, sealed),
             ends_early=self.departure.hurry.is_set,
             kept_steps=self._kept_steps(run_id, job),
             allocate=scratch.allocator(
@@ -445,18 +474,28 @@ class SiteAgent:
             run_id=run_id,
             sealed=sealed,
             federation=federation,
+            config=config,
+            roster=roster,
             anchor=proposal.anchor_of(self.name),
+            reserved=reserved,
         )
 
     def _loaded(
-        self, job: JobSpec, proposal: Proposal, roster: Roster, *, is_new: bool
+        self,
+        job: JobSpec,
+        proposal: Proposal,
+        roster: Roster,
+        config: SiteConfig,
+        reserved: tuple[Reservation, ...],
+        *,
+        is_new: bool,
     ) -> tuple[ModelPool, SiteData]:
         """Load model and data of a job, and check it against what the operator allows.
 
         Raises:
             FederationError: Everything that keeps the site from the run, in one error.
         """
-        file, has_data = self.config.file, bool(self.config.file.data.source)
+        file, has_data = config.file, bool(config.file.data.source)
         faults = Faults(job=job, site=self.name, has_data=has_data)
         with faults.noted():
             check_job(job, file.policy, self.name, has_data=has_data)
@@ -464,10 +503,10 @@ class SiteAgent:
         if not own:
             faults.check()
         with faults.noted():
-            self._check_total(job)
+            self._check_total(job, file)
         with faults.noted():
             if is_new and job.privacy.secure_aggregation.enabled:
-                enrolment_roster.check_same(self.config, roster, proposal)
+                enrolment_roster.check_same(config, roster, proposal)
         public = PolicySpec().functions  # Datasets of crossfed are for rehearsals.
         if not has_data and (job.data is None or job.data.source not in public):
             faults.own_data = site_data.own_data(file, job)
@@ -491,7 +530,7 @@ class SiteAgent:
             faults.is_unseen = is_private
             faults.check()
         if is_new and is_private:
-            note_limits(faults, RunId(proposal.run_id), data[0], self.config)
+            note_limits(faults, RunId(proposal.run_id), data[0], config, reserved)
         faults.check()
         return pools[0], data[0]
 
@@ -523,13 +562,12 @@ class SiteAgent:
         Raises:
             FederationError: The site does not or cannot take part.
         """
-        self._close_run()
+        self._close_run(met.run_id)
         with ExitStack() as stack:
             try:
                 run = open_run(
                     met,
-                    config=self.config,
-                    keys=SiteKeys(identity=self.identity, roster=self.roster),
+                    identity=self.identity,
                     folder=self._folder(met.run_id),
                     clock=self.clock,
                     stated=stated,
@@ -539,9 +577,10 @@ class SiteAgent:
                 self._keep(met.run_id, keep)
                 raise
             self._keep(met.run_id, keep)
-            self._run = replace(run, stack=stack.pop_all())
-        self._tell_accepted(self._run)
-        return self._run
+            run = replace(run, stack=stack.pop_all())
+        self._runs[met.run_id] = run
+        self._tell_accepted(run)
+        return run
 
     def _keep(self, run_id: RunId, files: Mapping[str, bytes]) -> None:
         folder = self._folder(run_id)
@@ -567,14 +606,14 @@ class SiteAgent:
                 outside="the site holds as many runs as it may",
             )
 
-    def _check_total(self, job: JobSpec) -> None:
+    def _check_total(self, job: JobSpec, file: SiteFile) -> None:
         """Require a limit for all runs together.
 
         Whether this one is within the limit is looked at when its ledger is opened.
         """
         private = job.privacy.differential_privacy
         target = private.target_epsilon
-        if private.enabled and self.config.file.policy.total_epsilon is None:
+        if private.enabled and file.policy.total_epsilon is None:
             raise JobError(
                 f"site {self.name!r} states no limit for all runs on its records "
                 "together: its operator must set policy.total_epsilon in site.toml",
@@ -602,6 +641,7 @@ class SiteAgent:
             num_examples=counts[0],
             num_held_out=counts[1],
             needs=needs,
+            max_runs=self.config.file.max_runs,
         )
 
     def _check_code(self, proposal: Proposal) -> None:

@@ -170,6 +170,9 @@ class SiteFile:
         disk_mib: From this size of a model in MiB on, what its updates have left out,
             and the model and momentum that it follows by itself, are in files of
             `folder`, and pass through memory in pieces; 0 for never.
+        max_runs: How many runs the site keeps at work at once, each with its model and
+            data in memory. It works on their tasks one after another, so a job's
+            `schedule.round_deadline_seconds` must have room for those of the others.
     """
 
     name: str
@@ -188,6 +191,7 @@ class SiteFile:
     relay: RelayLinkSpec | None = None
     serve: ServeSpec | None = None
     disk_mib: int = key(default=0, low=0)
+    max_runs: int = key(default=1, low=1, high=64)
 
 
 def _no_home() -> None:

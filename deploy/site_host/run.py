@@ -10,7 +10,12 @@ from pathlib import Path
 from clients.privacy import dataset_name
 from clients.privacy.cohorts import DOCUMENT as COHORTS, Cohort, CohortRule
 from clients.privacy.groups import group_rule
-from clients.privacy.ledger_memory import LifetimeBudget, adopt, known_anchor
+from clients.privacy.ledger_memory import (
+    LifetimeBudget,
+    Reservation,
+    adopt,
+    known_anchor,
+)
 from clients.privacy.level_seal import seal_of
 from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.ring_seal import Protection
@@ -68,13 +73,19 @@ class ProposedRun:
     Attributes:
         sealed: Its proposal, as the aggregator signed it.
         federation: Its job and model, and only this site's data.
+        config: The operator's ``site.toml``, as it was when the run began here.
+        roster: Whom the site trusts in this run.
         anchor: How many charges the aggregator knows the site's ledger to hold.
+        reserved: What the runs at work on the same data have planned to spend.
     """
 
     run_id: RunId
     sealed: bytes
     federation: Federation
+    config: SiteConfig
+    roster: Roster
     anchor: LedgerAnchor = NO_ANCHOR
+    reserved: tuple[Reservation, ...] = ()
 
     @property
     def job(self) -> JobSpec:
@@ -91,32 +102,20 @@ class OpenRun:
         handler: Answers its tasks.
         promise: What it has promised; None without differential privacy.
         stack: Closed when the site leaves the run: keys go, and ledgers are closed.
+        reservation: What it has planned to spend; None without differential privacy.
     """
 
     met: ProposedRun
     handler: SiteHandler
     promise: SitePrivacy | None
     stack: ExitStack
-
-
-@dataclass(frozen=True, kw_only=True)
-class SiteKeys:
-    """A site's identity, and the parties that it trusts.
-
-    Attributes:
-        identity: Its own key.
-        roster: Pins those of the others.
-    """
-
-    identity: Identity
-    roster: Roster
+    reservation: Reservation | None = None
 
 
 def open_run(
     met: ProposedRun,
     *,
-    config: SiteConfig,
-    keys: SiteKeys,
+    identity: Identity,
     folder: Path,
     clock: Clock,
     stated: Mapping[SiteId, float] | None,
@@ -126,8 +125,7 @@ def open_run(
 
     Args:
         met: The run.
-        config: The operator's ``site.toml``.
-        keys: Under secure aggregation.
+        identity: The site's key.
         folder: What the site keeps of this run.
         clock: Clock of the ledger.
         stated: What all sites have stated that they need; None unless noise is in the
@@ -137,17 +135,12 @@ def open_run(
     Raises:
         FederationError: The site does not or cannot take part.
     """
-    job, name = met.job, SiteId(config.file.name)
+    job, config, name = met.job, met.config, SiteId(met.config.file.name)
     private: PrivateSites | None = None
     if job.privacy.differential_privacy.enabled:
         adopt_ledgers(config, met.run_id)
         private = private_sites(
-            met,
-            config=config,
-            identity=keys.identity,
-            folder=folder,
-            clock=clock,
-            stated=stated,
+            met, identity=identity, folder=folder, clock=clock, stated=stated
         )
         stack.enter_context(private)
     promise = None if private is None else _promise(private, config.file.policy)
@@ -159,12 +152,7 @@ def open_run(
     if job.privacy.secure_aggregation.enabled:
         in_sum = None if private is None else private.in_sum
         seal = _ring_seal(
-            met,
-            config=config,
-            keys=keys,
-            folder=folder,
-            promise=promise,
-            in_sum=in_sum,
+            met, identity=identity, folder=folder, promise=promise, in_sum=in_sum
         )
     handler = met.federation.site(
         name,
@@ -178,7 +166,13 @@ def open_run(
         works_ahead=True,
     )
     stack.callback(handler.close)
-    return OpenRun(met=met, handler=handler, promise=promise, stack=stack)
+    return OpenRun(
+        met=met,
+        handler=handler,
+        promise=promise,
+        stack=stack,
+        reservation=None if private is None else private.reservation(name),
+    )
 
 
 def _promise(private: PrivateSites, policy: PolicySpec) -> SitePrivacy:
@@ -189,7 +183,11 @@ def _promise(private: PrivateSites, policy: PolicySpec) -> SitePrivacy:
 
 
 def note_limits(
-    faults: Faults, run_id: RunId, data: SiteData, config: SiteConfig
+    faults: Faults,
+    run_id: RunId,
+    data: SiteData,
+    config: SiteConfig,
+    reserved: tuple[Reservation, ...] = (),
 ) -> None:
     """Note which limits of the site's operator a private run would exceed.
 
@@ -201,6 +199,7 @@ def note_limits(
         run_id: The run that was proposed.
         data: The site's training and held-out data.
         config: The operator's ``site.toml``.
+        reserved: What the runs at work on the same data have planned to spend.
     """
     job, policy, name = faults.job, config.file.policy, faults.site
     private = job.privacy.differential_privacy
@@ -211,7 +210,7 @@ def note_limits(
             check_delta(policy, name, delta)
             return
         # The model's size decides only whether the noise fits its grid.
-        context = _ledger_context(config, job)
+        context = _ledger_context(config, job, reserved)
         plan = plan_of(job, name, data, num_trained=1, max_delta=context.max_delta)
         if policy.total_epsilon is not None:
             check_budget(job, run_id, name, plan, context)
@@ -233,19 +232,18 @@ def _trainer_maker(
 def _ring_seal(
     met: ProposedRun,
     *,
-    config: SiteConfig,
-    keys: SiteKeys,
+    identity: Identity,
     folder: Path,
     promise: SitePrivacy | None,
     in_sum: SumPrivacy | None,
 ) -> Seal:
-    name = SiteId(config.file.name)
+    config, name = met.config, SiteId(met.config.file.name)
     check_layout(met.job, met.federation.pool.layout)
     cohorts = _cohort_rule(met, config, promise)
     groups = group_rule(
         met.job,
         site=name,
-        roster=keys.roster,
+        roster=met.roster,
         memory=site_memory(config),
         dataset=name_data(config),
         random_bytes=os.urandom,
@@ -257,7 +255,7 @@ def _ring_seal(
             layout,
             run_id=met.run_id,
             policy=config.file.policy,
-            roster=keys.roster,
+            roster=met.roster,
             noise_share=None if in_sum is None else in_sum.share,
         )
 
@@ -265,7 +263,7 @@ def _ring_seal(
         met.job,
         name,
         Protection(
-            identity=keys.identity,
+            identity=identity,
             policy_of=policy_of,
             memory=FileRounds(folder / "sites" / name / ROUNDS),
             random_bytes=os.urandom,
@@ -297,7 +295,6 @@ class LedgerKey:
 def private_sites(
     met: ProposedRun,
     *,
-    config: SiteConfig,
     identity: Identity,
     folder: Path,
     clock: Clock,
@@ -310,21 +307,22 @@ def private_sites(
     Raises:
         JobError: The promise cannot be kept.
     """
+    context = _ledger_context(met.config, met.job, met.reserved)
     found = PrivateSites(
         met.federation,
         run_id=met.run_id,
         folder=folder,
         clock=clock,
         stated=stated,
-        keeping=lambda _name: replace(
-            _ledger_context(config, met.job), key=LedgerKey(identity)
-        ),
+        keeping=lambda _name: replace(context, key=LedgerKey(identity)),
     )
-    found.expect({SiteId(config.file.name): met.anchor})
+    found.expect({SiteId(met.config.file.name): met.anchor})
     return found
 
 
-def _ledger_context(config: SiteConfig, job: JobSpec) -> LedgerContext:
+def _ledger_context(
+    config: SiteConfig, job: JobSpec, reserved: tuple[Reservation, ...]
+) -> LedgerContext:
     """What the site keeps beside a run's ledger, without the key of its heads."""
     policy = config.file.policy
     return LedgerContext(
@@ -332,6 +330,7 @@ def _ledger_context(config: SiteConfig, job: JobSpec) -> LedgerContext:
         budget=lifetime_budget(config),
         lineage=_records(config, job),
         max_delta=policy.max_delta if policy.demands_privacy else 1.0,
+        reserved=reserved,
     )
 
 

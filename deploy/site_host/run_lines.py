@@ -43,6 +43,11 @@ class RunLines:
     _has_begun: bool = field(default=False, init=False)
     _is_over: bool = field(default=False, init=False)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more of the run is expected here."""
+        return self._is_over
+
     def accept(self) -> None:
         """Say that the site takes part, if the others do."""
         protection = "no differential privacy"

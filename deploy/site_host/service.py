@@ -201,6 +201,7 @@ def _node(
         last=departure.last,
         listener=listener,
         is_replaced=departure.is_replaced,
+        max_runs=config.file.max_runs,
     )
 
 

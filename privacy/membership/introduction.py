@@ -133,6 +133,7 @@ class Introduction:
             the secure sum; else None.
         temporary: Whether the reason of a refusal may pass, so that the aggregator
             asks again while it waits for sites.
+        max_runs: How many runs the site keeps at work at once.
     """
 
     version: int
@@ -145,6 +146,7 @@ class Introduction:
     num_held_out: int = 0
     needs: float | None = None
     temporary: bool = False
+    max_runs: int = 1
 
 
 @functools.cache
@@ -345,6 +347,8 @@ def _check_numbers(claimed: Introduction) -> None:
             f"site {claimed.site!r} states an impossible number of examples, beyond 0 "
             f"to {wire.MAX_COUNT}"
         )
+    if claimed.max_runs < 1:
+        raise ProtocolError(f"site {claimed.site!r} states that it takes no run")
     numbers: list[float] = []
     if claimed.needs is not None:
         numbers.append(claimed.needs)

@@ -31,6 +31,7 @@ from federation.messages import (
 )
 from privacy.dp import accountant
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
+from privacy.membership import introduction
 
 NAME = SiteId("site-0")
 RUNS = [RunId(f"20260102-030405-00000{n}") for n in range(4)]
@@ -159,6 +160,53 @@ def test_runs_are_composed_and_not_added(site: Operator):
         if refused := site.propose(run, private_job(epsilon=7.0)):
             break
     assert "11 is allowed (policy.total_epsilon)" in refused
+
+
+def test_runs_at_once_count_with_what_they_have_planned(
+    tmp_path: Path, members: Consortium
+):
+    """Or both would begin, and neither could be finished."""
+    site = Operator(tmp_path, members, total_epsilon=8.0)
+    site.restart(max_runs=2)
+    job = private_job()
+    assert site.propose(RUNS[0], job) == ""
+    refused = site.propose(RUNS[1], job)
+    assert "spent or planned epsilon" in refused
+    assert "8 is allowed (policy.total_epsilon)" in refused
+    assert site.propose(RUNS[0], job) == ""  # It does not count against itself.
+    cheap = private_job(epsilon=0.5)
+    assert site.propose(RUNS[2], cheap) == ""
+    for index in (1, 2):  # In turns, and each to its end.
+        for run, done in ((RUNS[0], job), (RUNS[2], cheap)):
+            (answer,) = site.train(run, done, rounds=1, first=index)
+            assert isinstance(answer, SiteUpdate)
+    charges = [
+        charge
+        for run in (RUNS[0], RUNS[2])
+        for charge in read_file(
+            site.folder / "runs" / run / "sites" / NAME / LEDGER_NAME
+        ).charges
+    ]
+    spent = site.spent()
+    assert spent is not None
+    want = accountant.epsilon([charge.event for charge in charges], 1e-3)
+    assert spent.epsilon == pytest.approx(want, rel=1e-9)
+    assert want < 8.0
+    site.agent.close()
+
+
+def test_a_run_that_has_ended_frees_what_it_had_planned(
+    tmp_path: Path, members: Consortium
+):
+    site = Operator(tmp_path, members, total_epsilon=8.0)
+    site.restart(max_runs=2)
+    job = private_job()
+    assert site.propose(RUNS[0], job) == ""
+    assert site.propose(RUNS[1], job) != ""
+    end = introduction.seal_end(RUNS[0], members.aggregator)
+    assert site.agent.introduce(end) == b""
+    assert site.propose(RUNS[1], job) == ""
+    site.agent.close()
 
 
 def test_deleted_runs_refill_nothing(site: Operator):

@@ -18,7 +18,7 @@ from cloud_adapters.flower import simulation as flower_simulation
 from cloud_adapters.flower.facts import Connected
 from federation.clock import VirtualClock
 from federation.errors import FederationError, ProtocolError, SiteError
-from federation.ids import SiteId
+from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
     LeaveReason,
@@ -919,6 +919,8 @@ def test_app_reports_a_hanging_site_and_stays_usable(flower: FakeFlower):
     first = ask_app(app, bad, site="x-bad", seconds=0.1)
     second = ask_app(app, bad, site="x-bad", seconds=0.1)
     assert (first.kind, second.kind) == (FailureKind.DEADLINE, FailureKind.BUSY)
+    other = replace(bad, run_id=RunId("another"))
+    assert ask_app(app, other, site="x-bad", seconds=0.1).kind is FailureKind.DEADLINE
     assert isinstance(ask_app(app, TASK), SiteUpdate)
 
 

@@ -96,3 +96,22 @@ def test_names_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch):
         inbox.admit(name)
     assert inbox.look("a") is Word.UNKNOWN
     assert [inbox.look(name) for name in "bcd"] == [Word.KNOWN] * 3
+
+
+def test_an_answer_of_each_run_is_kept():
+    """A question of one run says nothing of whether the other's answer arrived."""
+    inbox: Inbox[bytes] = Inbox(max_runs=2)
+    for run, name in ((1, "a"), (2, "b")):
+        inbox.admit(name, run)
+        inbox.keep(name, name.encode(), run)
+    assert [inbox.answer(name) for name in "ab"] == [b"a", b"b"]
+    inbox.admit("c", 2)
+    assert [inbox.look(name) for name in "abc"] == [
+        Word.ANSWERED,
+        Word.KNOWN,
+        Word.KNOWN,
+    ]
+    inbox.keep("c", b"c", 2)
+    inbox.admit("d", 3)  # There are only so many: the oldest is dropped.
+    assert inbox.answer("a") is None
+    assert inbox.answer("c") == b"c"

@@ -517,6 +517,69 @@ def test_two_runs_in_turns(agent: SiteAgent, members: Consortium):
     agent.close()
 
 
+def test_runs_at_once_are_kept_apart(
+    tmp_path: Path, members: Consortium, monkeypatch: pytest.MonkeyPatch
+):
+    """Each has its own policy and answers; a third makes room for itself."""
+    agent = agents.agent(tmp_path, NAME, members, max_runs=2)
+    job, loads = small_job(num_sites=2), list[RunId]()
+    ids = [RunId(f"20260102-030405-00000{n}") for n in range(3)]
+    meet = SiteAgent._meet
+
+    def counted(self: SiteAgent, proposal: Any, *rest: Any, **more: Any) -> Any:
+        loads.append(RunId(proposal.run_id))
+        return meet(self, proposal, *rest, **more)
+
+    monkeypatch.setattr(SiteAgent, "_meet", counted)
+    said: list[str] = []
+    agent.listener = said.append
+    for run_id in ids[:2]:
+        found = agents.propose(agent, members, agents.proposal(job, run_id=run_id))
+        assert (found.refused, found.max_runs) == ("", 2)
+    for index in (1, 2):
+        for run_id in ids[:2]:
+            task = train_task(job, run_id=run_id, round_index=index)
+            answer = agent.answer(task)
+            assert isinstance(answer, SiteUpdate)
+            assert answer.run_id == run_id
+    assert loads == ids[:2]  # Neither was closed for the other.
+    assert not [line for line in said if "is left" in line]
+    agents.propose(agent, members, agents.proposal(job, run_id=ids[2]))
+    assert [line for line in said if "is left" in line] == [
+        line for line in said if ids[0] in line and "is left" in line
+    ]
+    agent.answer(train_task(job, run_id=ids[1], round_index=3))
+    assert loads == ids
+    agent.answer(train_task(job, run_id=ids[0], round_index=3))
+    assert loads == [*ids, ids[0]]
+    agent.close()
+
+
+def test_runs_at_once_keep_their_own_rosters_and_policies(
+    tmp_path: Path, members: Consortium
+):
+    """Also when the other began with newer ones."""
+    agent = agents.agent(tmp_path, NAME, members, max_runs=2)
+    job, path = small_job(num_sites=2), agent.config.path
+    accepted(agent, members, job)
+    strict = tomllib.loads(path.read_text())
+    strict["policy"]["max_clip_norm"] = 3.0
+    path.write_text(tomli_w.dumps(strict))
+    newer = replace(members.roster, serial=2)
+    roster.save(newer, agent.config.roster)
+    other = RunId("20260102-030405-000002")
+    found = agents.propose(agent, members, agents.proposal(job, run_id=other))
+    assert found.refused == ""
+    met = {run_id: run.met for run_id, run in agent._runs.items()}  # type: ignore[union-attr]
+    assert [met[run].roster.serial for run in (RUN_ID, other)] == [1, 2]
+    norms = [met[run].config.file.policy.max_clip_norm for run in (RUN_ID, other)]
+    assert norms == [100.0, 3.0]
+    accepted(agent, members, job)  # Its coordinator has restarted.
+    met = {run_id: run.met for run_id, run in agent._runs.items()}  # type: ignore[union-attr]
+    assert met[RUN_ID].roster.serial == 1
+    agent.close()
+
+
 def successor(members: Consortium) -> Consortium:
     """The same sites in a newer roster, with another key of the aggregator."""
     aggregator = generate(os.urandom)
