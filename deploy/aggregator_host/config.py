@@ -64,6 +64,23 @@ class PlatformsSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSpec:
+    """How many runs are at work at once, and whose turn it is.
+
+    Attributes:
+        max_runs: Runs at once; each has a coordinator with the model on this host. A
+            run also needs a slot at each of its sites (`max_runs` in `site.toml`).
+        slice_seconds: The shortest turn of a run while one of the same priority waits
+            whose owner has used less than its share.
+        age_seconds: Waiting time that raises a run by one priority.
+    """
+
+    max_runs: int = key(default=1, low=1)
+    slice_seconds: float = key(default=600.0, above=0.0)
+    age_seconds: float = key(default=3600.0, above=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatorFile:
     """The aggregator's configuration.
 
@@ -82,6 +99,7 @@ class AggregatorFile:
         limits: What sites may leave on this host's disk.
         exchange: Where large models travel; the same at all sites.
         platforms: Who vouches for machines that enrol by their cloud identity.
+        queue: How many runs are at work at once, and whose turn it is.
         disk_mib: Models of this many MiB or more, sums of updates and the server
             optimiser's state are in files of the run's folder, and pass through memory
             in pieces; 0 for none.
@@ -96,6 +114,7 @@ class AggregatorFile:
     limits: LimitsSpec = LimitsSpec()
     exchange: ExchangeSpec = ExchangeSpec()
     platforms: PlatformsSpec = PlatformsSpec()
+    queue: QueueSpec = QueueSpec()
     disk_mib: int = key(default=0, low=0)
 
 

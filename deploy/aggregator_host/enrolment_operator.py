@@ -244,6 +244,18 @@ def invite_machine(
     return token
 
 
+def new_token(
+    config: AggregatorConfig, name: str, *, random_bytes: RandomBytes, clock: Clock
+) -> Token:
+    """Make a token with a new secret, of which nothing is stored here.
+
+    Raises:
+        JobError: The name is none.
+        KeyFileRefused, RosterRefused: See ``invite``.
+    """
+    return _token(config, name, None, random_bytes(SECRET_BYTES), clock=clock)
+
+
 def _token(
     config: AggregatorConfig,
     site: str,

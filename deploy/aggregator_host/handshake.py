@@ -253,6 +253,11 @@ class SignedHandshake:
         found = sorted(self.introductions.items())
         return {name: each.num_examples for name, each in found}
 
+    def slots(self) -> Mapping[SiteId, int]:
+        """How many runs at once each site takes."""
+        found = sorted(self.introductions.items())
+        return {name: each.max_runs for name, each in found}
+
     def data(self) -> Mapping[SiteId, SignedCounts]:
         """Each site's numbers about its data."""
         return {

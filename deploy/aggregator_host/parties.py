@@ -191,7 +191,14 @@ def fewest(job: JobSpec) -> int:
 
 
 def submitted(
-    job: JobSpec, folder: Path, runs: Path, *, at: float, random_bytes: RandomBytes
+    job: JobSpec,
+    folder: Path,
+    runs: Path,
+    *,
+    at: float,
+    random_bytes: RandomBytes,
+    owner: str = run_queue.OPERATOR,
+    priority: int = 0,
 ) -> RunFolder:
     """Submit a new run of a job that the parties of an aggregator can run.
 
@@ -201,6 +208,8 @@ def submitted(
         runs: Folder of all runs.
         at: Seconds since 1970.
         random_bytes: ``os.urandom``.
+        owner: Who wants it.
+        priority: Runs of a higher one go first.
 
     Raises:
         FederationError: The job cannot be run so, or the folder cannot be written.
@@ -211,5 +220,5 @@ def submitted(
 
         starting_weights.find(job, folder)
     run = RunFolder(runs / job.name / new_run_id(at, random_bytes(3)))
-    run_queue.submit(job, run, at=at)
+    run_queue.submit(job, run, at=at, owner=owner, priority=priority)
     return run

@@ -5,12 +5,13 @@ coordinator and notes it in ``coordinator.json``; the coordinator leaves
 ``outcome.json`` when there is nothing more to do, whether it went well or not. A
 coordinator that ends without an outcome was killed, or found the disk full, and the
 service starts another once there is room, which continues from the newest checkpoint.
-``stop`` asks it to end after its round.
+``stop`` asks it to end after its round, and ``yield`` to wait for its next turn.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from federation.errors import (
     CheckpointMismatch,
     CorruptObject,
     FederationError,
+    JobError,
     RunConflict,
     RunNotFound,
     is_full,
@@ -38,6 +40,7 @@ from federation.events import (
     SitesLeftOut,
     recalled,
 )
+from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.rounds.round_sums import completed_rounds
@@ -47,6 +50,8 @@ from monitoring.views.run_view import INTERRUPTED
 
 COORDINATOR = "coordinator.json"
 OUTCOME, STOP, CONNECTED = "outcome.json", "stop", "connected.json"
+YIELD, SLOTS = "yield", "slots.json"
+OPERATOR = "operator"  # Whoever can write the aggregator's folder.
 _PAUSE = b"pause\n"  # What the file says if the run is to be resumed.
 
 # What a run's disk must have room for before a coordinator is started.
@@ -61,6 +66,13 @@ MISSED_LOOKS = 3
 # Starts of a coordinator without a single round in between.
 MAX_FRUITLESS_STARTS = 5
 
+# Without an event for the deadline of a round and so much more, a coordinator hangs.
+MARGIN_SECONDS, MARGIN_SHARE = 30.0, 0.2
+
+
+class TurnOver(FederationError):
+    """A run makes way for another, and continues from its checkpoint later."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
@@ -68,9 +80,21 @@ class RunRequest:
 
     Attributes:
         at: When; seconds since 1970.
+        owner: Who wants it.
+        priority: Runs of a higher one go first.
+        sites: Sites and relays of the job.
+        deadline_seconds: That of the job's rounds.
+        since: When it began to wait for its turn; as ``at`` for 0.
+        used: How many seconds it held its sites in earlier turns.
     """
 
     at: float
+    owner: str = OPERATOR
+    priority: int = 0
+    sites: tuple[str, ...] = ()
+    deadline_seconds: float = 600.0
+    since: float = 0.0
+    used: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +105,17 @@ class Coordinator:
         flower_run: Flower's number for it, as text: it has 64 bits.
         fruitless: Starts since the last one after which a round was completed.
         rounds: Rounds that were completed when it was started.
+        at: When it was started; seconds since 1970.
+        begun: When the run's turn began, perhaps with an earlier one.
+        used: How many seconds earlier ones of this turn held the sites.
     """
 
     flower_run: str
     fruitless: int
     rounds: int
+    at: float = 0.0
+    begun: float = 0.0
+    used: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +141,7 @@ class QueuedRun:
         coordinator: Who works on it; None if it has not started.
         outcome: How it ended; None if it has not.
         stop: Whether it was asked to end after its round.
+        yields: Whether it was asked to make way after its round.
     """
 
     run: RunFolder
@@ -118,6 +149,48 @@ class QueuedRun:
     coordinator: Coordinator | None
     outcome: Outcome | None
     stop: bool = False
+    yields: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its ID."""
+        return self.run.path.name
+
+    def works(self, flower: Mapping[int, FlowerRun]) -> bool:
+        """Whether a coordinator works on it, according to the SuperLink."""
+        if self.coordinator is None or self.outcome is not None:
+            return False
+        now = flower.get(int(self.coordinator.flower_run))
+        return now is not None and not now.is_over
+
+    def ended(self, now: float) -> float:
+        """When it ended; ``now`` if it has not."""
+        return now if self.outcome is None else _written(self.run.path / OUTCOME)
+
+    def held_seconds(self, now: float) -> float:
+        """How long it has held its sites."""
+        before = self.coordinator
+        if before is None or not before.at:
+            return self.request.used
+        turn = before.used + max(0.0, self.ended(now) - before.at)
+        return self.request.used + turn
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether its coordinator has done all rounds: it needs its sites no longer."""
+        before = self.coordinator
+        begun = before is not None and _written(self.run.events) >= before.at
+        return begun and self.run.is_ended()
+
+    def hangs(self, now: float, *, connect_seconds: float) -> bool:
+        """Whether its coordinator has done nothing for longer than a round may take."""
+        if self.coordinator is None or self.is_finishing:
+            return False
+        started = self.coordinator.at
+        begun = _written(self.run.events) >= started
+        limit = self.request.deadline_seconds if begun else connect_seconds
+        limit += max(MARGIN_SECONDS, MARGIN_SHARE * limit)
+        return now - max(started, _progressed(self.run)) > limit
 
     @property
     def rounds(self) -> int:
@@ -218,6 +291,13 @@ class FolderInUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Requeue:
+    """Let a run wait for its next turn: its coordinator has made way."""
+
+    handed: QueuedRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
     """Write an outcome for a run that no coordinator will finish."""
 
@@ -227,7 +307,14 @@ class GiveUp:
     at_work: int | None = None  # Flower's number of a coordinator that is to end.
 
 
-def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
+def submit(
+    job: JobSpec,
+    run: RunFolder,
+    *,
+    at: float,
+    owner: str = OPERATOR,
+    priority: int = 0,
+) -> None:
     """Submit a job.
 
     Raises:
@@ -239,7 +326,17 @@ def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
     with file_errors("make", run.path):
         run.path.mkdir(parents=True, exist_ok=True)
     run.write_job(job)
-    durable_files.write_json(run.path / REQUEST, RunRequest(at=at))
+    request = _of_job(RunRequest(at=at, owner=owner, priority=priority), job)
+    durable_files.write_json(run.path / REQUEST, request)
+
+
+def _of_job(request: RunRequest, job: JobSpec) -> RunRequest:
+    names = [*(each.name for each in job.sites), *(each.name for each in job.relays)]
+    return replace(
+        request,
+        sites=tuple(names),
+        deadline_seconds=job.schedule.round_deadline_seconds,
+    )
 
 
 def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
@@ -288,12 +385,66 @@ def take_up(run: RunFolder, *, at: float) -> None:
     Raises:
         StoreUnavailable: Its folder cannot be written.
     """
+    before = read(run)
+    request = RunRequest(at=at) if before is None else _waiting(before, at)
+    for name in (COORDINATOR, STOP, YIELD, CONNECTED):
+        (run.path / name).unlink(missing_ok=True)
+    durable_files.write_json(run.path / REQUEST, replace(request, at=at))
     # The outcome goes last: until then it is not wanted.
-    (run.path / COORDINATOR).unlink(missing_ok=True)
-    (run.path / STOP).unlink(missing_ok=True)
-    (run.path / CONNECTED).unlink(missing_ok=True)
-    durable_files.write_json(run.path / REQUEST, RunRequest(at=at))
     (run.path / OUTCOME).unlink()
+
+
+def requeue(handed: QueuedRun, *, at: float) -> None:
+    """Let a run that has made way wait for its next turn.
+
+    Raises:
+        StoreUnavailable: Its folder cannot be written.
+    """
+    path, request = handed.run.path, _waiting(handed, at)
+    for name in (COORDINATOR, CONNECTED):
+        (path / name).unlink(missing_ok=True)
+    durable_files.write_json(path / REQUEST, request)
+    (path / YIELD).unlink(missing_ok=True)
+
+
+def _waiting(handed: QueuedRun, at: float) -> RunRequest:
+    return replace(handed.request, since=at, used=handed.held_seconds(at))
+
+
+def ask_to_yield(run: RunFolder) -> None:
+    """Ask a run to make way after its round."""
+    replace_file(run.path / YIELD, [b""])
+
+
+def is_to_stop(run: RunFolder) -> bool:
+    """Whether a coordinator is to end after its round.
+
+    Raises:
+        TurnOver: It is to make way.
+    """
+    if (run.path / STOP).exists():
+        return True
+    if (run.path / YIELD).exists():
+        raise TurnOver(
+            "another run's turn has come: this one waits for its next, and continues "
+            "from its newest checkpoint"
+        )
+    return False
+
+
+def note_slots(run: RunFolder, slots: Mapping[SiteId, int]) -> None:
+    """Note how many runs at once the sites of a run take."""
+    replace_file(run.path / SLOTS, [json.dumps(slots).encode()])
+
+
+def slots_of(runs: Iterable[QueuedRun]) -> dict[str, int]:
+    """How many runs at once each site takes, as it stated last."""
+    found: dict[str, int] = {}
+    for path in sorted((one.run.path / SLOTS for one in runs), key=_written):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            for site, number in json.loads(path.read_bytes()).items():
+                found[site] = max(1, int(number))
+    return found
 
 
 def note_connected(run: RunFolder, found: Connected) -> None:
@@ -345,7 +496,7 @@ def goes_on(error: BaseException) -> bool:
     """
     if not isinstance(error, FederationError):
         return True
-    return isinstance(error, RunConflict) or is_full(error)
+    return isinstance(error, RunConflict | TurnOver) or is_full(error)
 
 
 def check_room(run: RunFolder) -> None:
@@ -393,12 +544,23 @@ class DeadCoordinators:
         return found
 
 
-def note_start(handed: QueuedRun, flower_run: int, *, fruitless: int) -> None:
-    """Record which coordinator works on a run."""
+def note_start(
+    handed: QueuedRun, flower_run: int, *, fruitless: int, at: float = 0.0
+) -> None:
+    """Record which coordinator works on a run, from a time on."""
+    begun, used, before = at, 0.0, handed.coordinator
+    if before is not None:
+        begun = before.begun
+        used = before.used + max(0.0, _progressed(handed.run) - before.at)
     durable_files.write_json(
         handed.run.path / COORDINATOR,
         Coordinator(
-            flower_run=str(flower_run), fruitless=fruitless, rounds=handed.rounds
+            flower_run=str(flower_run),
+            fruitless=fruitless,
+            rounds=handed.rounds,
+            at=at,
+            begun=begun,
+            used=used,
         ),
     )
 
@@ -412,12 +574,15 @@ def read(run: RunFolder) -> QueuedRun | None:
     request = _read(run.path / REQUEST, RunRequest)
     if request is None:
         return None
+    if not request.sites:  # Of an earlier release.
+        request = _of_job(request, run.read_spec())
     return QueuedRun(
         run=run,
         request=request,
         coordinator=_read(run.path / COORDINATOR, Coordinator),
         outcome=_read(run.path / OUTCOME, Outcome),
         stop=(run.path / STOP).exists(),
+        yields=(run.path / YIELD).exists(),
     )
 
 
@@ -428,7 +593,7 @@ def handed_over(root: Path) -> Queue:
         run = RunFolder(path.parent)
         try:
             found = read(run)
-        except CorruptObject as error:
+        except (CorruptObject, JobError) as error:
             damaged.append(DamagedRun(run=run, reason=str(error)))
         else:
             runs += [] if found is None else [found]
@@ -437,55 +602,80 @@ def handed_over(root: Path) -> Queue:
 
 
 def decide(
-    handed: Sequence[QueuedRun], flower: Mapping[int, FlowerRun]
-) -> Iterable[CoordinatorStart | FolderInUse | GiveUp]:
-    """Decide what to do next: sites work on one run at a time, the oldest first.
+    handed: Sequence[QueuedRun],
+    flower: Mapping[int, FlowerRun],
+    turns: Collection[str] | None = None,
+) -> Iterable[CoordinatorStart | FolderInUse | Requeue | GiveUp]:
+    """Decide what to do next for each run.
 
     Args:
         handed: Runs in the order of their requests.
         flower: What the SuperLink says of its runs.
+        turns: Runs whose turn it is (see ``scheduler``); all of them by default.
     """
     for one in handed:
-        if one.outcome is not None:
-            continue
-        if one.stop and not one.run.exists():
-            # It waits in the queue or for sites, and checks for a stop only in rounds.
-            yield _withdraw(one, flower)
-            continue
-        before = one.coordinator
-        now = None if before is None else flower.get(int(before.flower_run))
-        if now is not None and not now.is_over:
-            return
-        if one.run.is_locked():
-            yield FolderInUse(handed=one)
-            return
-        if before is None:
-            yield CoordinatorStart(handed=one, fruitless=1)
-            return
-        fruitless = 1 if one.rounds > before.rounds else before.fruitless + 1
-        if fruitless <= MAX_FRUITLESS_STARTS:
-            yield CoordinatorStart(handed=one, fruitless=fruitless)
-            return
-        said = "it is gone" if now is None else now.status
-        yield GiveUp(
-            handed=one,
-            code=FAILED,
-            reason=(
-                f"{MAX_FRUITLESS_STARTS} coordinators in a row ended without "
-                f"completing a round; Flower's message for the last one: {said}; see "
-                "logs/superexec.log"
-            ),
-        )
+        action = None if one.outcome is not None else _next(one, flower, turns)
+        if action is not None:
+            yield action
+
+
+_Action = CoordinatorStart | FolderInUse | Requeue | GiveUp
+
+
+def _next(
+    one: QueuedRun, flower: Mapping[int, FlowerRun], turns: Collection[str] | None
+) -> _Action | None:
+    if one.stop and not one.run.exists():
+        # It waits in the queue or for sites, and checks for a stop only in rounds.
+        return _withdraw(one, flower)
+    if one.works(flower):
+        return None
+    if one.run.is_locked():
+        return FolderInUse(handed=one)
+    if one.yields:
+        return Requeue(handed=one)
+    return _begin(one, flower) if turns is None or one.name in turns else None
+
+
+def _begin(one: QueuedRun, flower: Mapping[int, FlowerRun]) -> _Action:
+    before = one.coordinator
+    if before is None:
+        return CoordinatorStart(handed=one, fruitless=1)
+    fruitless = 1 if one.rounds > before.rounds else before.fruitless + 1
+    if fruitless <= MAX_FRUITLESS_STARTS:
+        return CoordinatorStart(handed=one, fruitless=fruitless)
+    now = flower.get(int(before.flower_run))
+    said = "it is gone" if now is None else now.status
+    return GiveUp(
+        handed=one,
+        code=FAILED,
+        reason=(
+            f"{MAX_FRUITLESS_STARTS} coordinators in a row ended without "
+            f"completing a round; Flower's message for the last one: {said}; see "
+            "logs/superexec.log"
+        ),
+    )
 
 
 def _withdraw(one: QueuedRun, flower: Mapping[int, FlowerRun]) -> GiveUp:
     at_work = None
-    if one.coordinator is not None:
-        number = int(one.coordinator.flower_run)
-        now = flower.get(number)
-        at_work = None if now is None or now.is_over else number
+    if one.coordinator is not None and one.works(flower):
+        at_work = int(one.coordinator.flower_run)
     reason = "stopped before it started"
     return GiveUp(handed=one, code=STOPPED, reason=reason, at_work=at_work)
+
+
+def _written(path: Path) -> float:
+    """When a file was written last; 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _progressed(run: RunFolder) -> float:
+    """When a coordinator of a run noted something last."""
+    return max(_written(path) for path in (run.events, run.path / CONNECTED))
 
 
 def _completed_rounds(run: RunFolder) -> int:

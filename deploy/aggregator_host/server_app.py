@@ -25,10 +25,11 @@ from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.aggregator_host.handshake import SignedHandshake
 from deploy.aggregator_host.parties import Parties
 from deploy.aggregator_host.run_queue import (
-    STOP,
     Outcome,
     goes_on,
+    is_to_stop,
     leave_outcome,
+    note_slots,
 )
 from deploy.wiring import exchange
 from federation.clock import SystemClock
@@ -84,14 +85,14 @@ def coordinate(
             read_own(lambda: Parties.of_run(config.folder, run)),
             clock=clock,
             holder=flower_run,
-            stop_requested=(run.path / STOP).exists,
+            stop_requested=partial(is_to_stop, run),
             goes_on=goes_on,
             allocate=allocator(config.file.disk_mib, run.path / "scratch"),
         )
         with exchange.opened(
             config.file.exchange, run.path / "scratch", watch=deployed.watch
         ) as frames:
-            wait = SiteWait(stop=run.path / STOP)
+            wait = SiteWait(run=run)
             connect = _connector(api, config, frames, deployed, wait, clock=clock)
             tell_end = partial(_tell_end, api, deployed, config, clock)
             result = _run(deployed, run, connect, frames, tell_end)
@@ -181,16 +182,15 @@ def _tidy(run: RunFolder, frames: Frames) -> None:
 
 @dataclass(kw_only=True)
 class SiteWait:
-    """Ends a coordinator that waits for sites, when a person has stopped the run.
+    """Ends a coordinator that waits for sites, when its run is to stop or make way.
 
     A coordinator at work looks for that itself, after each round.
 
     Attributes:
-        stop: A file that is there once the run is to end.
         is_over: Whether the sites are there.
     """
 
-    stop: Path
+    run: RunFolder
     is_over: bool = False
 
     def look(self) -> bool:
@@ -198,8 +198,9 @@ class SiteWait:
 
         Raises:
             RunStopped: The run is to end.
+            TurnOver: It is to make way.
         """
-        if not self.is_over and self.stop.exists():
+        if not self.is_over and is_to_stop(self.run):
             raise RunStopped("the run was stopped while it waited for its sites")
         return False
 
@@ -245,6 +246,7 @@ def _connector(
             stopped=wait.look,
         )
         wait.is_over = True
+        note_slots(wait.run, handshake.slots())
         for reason in handshake.absent.values():
             _LOG.warning("%s; the run continues without it", reason)
         if not behind:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.superlink.answer_limits import Limits, free_bytes
 from cloud_adapters.superlink.control import FlowerControl
 from deploy.aggregator_host import (
+    admission,
     disk_reserve,
     enrolment_http,
     enrolment_nodes,
@@ -40,6 +41,7 @@ from deploy.aggregator_host.run_queue import (
     GiveUp,
     Outcome,
     QueuedRun,
+    Requeue,
 )
 from deploy.service_manager import ALIVE, READY, Notify
 from federation import folder_lock
@@ -294,7 +296,7 @@ class AggregatorService:
                     child.stop()
 
     def _schedule(self, control: FlowerControl) -> None:
-        """Start the next run; fail runs that make no progress."""
+        """Start runs whose turn it is; fail runs that make no progress."""
         queue = run_queue.handed_over(self.config.runs)
         for one in queue.damaged:
             self._tell_once(f"run {one.run.path.name} is not started: {one.reason}")
@@ -304,17 +306,41 @@ class AggregatorService:
         if is_busy or all(one.outcome is not None for one in queue.runs):
             return
         self._end_dead(control, queue.runs)
-        for action in run_queue.decide(queue.runs, control.runs()):
+        flower, now = control.runs(), self.clock.now()
+        self._end_hanging(control, [r for r in queue.runs if r.works(flower)])
+        plan = admission.admission(self.config, queue.runs, flower, now=now).plan()
+        self._ask_to_yield(one for one in queue.runs if one.name in plan.pause)
+        for action in run_queue.decide(queue.runs, flower, plan.start):
+            run = action.handed.run
             if isinstance(action, GiveUp):
                 self._give_up(control, action)
             elif isinstance(action, FolderInUse):
-                run = action.handed.run
                 self._tell_once(
                     f"run {run.path.name} waits for a process that holds {run.lock}, "
                     "probably its last coordinator: if it does not end, end it"
                 )
+            elif isinstance(action, Requeue):
+                run_queue.requeue(action.handed, at=now)
+                self.listener(f"run {run.path.name} waits for its next turn")
             else:
-                self._start(control, action, action.handed.run)
+                self._start(control, action, run)
+
+    def _ask_to_yield(self, runs: Iterable[QueuedRun]) -> None:
+        for one in runs:
+            if not one.yields:
+                run_queue.ask_to_yield(one.run)
+                self.listener(f"run {one.name} makes way after its round")
+
+    def _end_hanging(self, control: FlowerControl, runs: Iterable[QueuedRun]) -> None:
+        """End coordinators that note nothing for longer than a round may take."""
+        now, limit = self.clock.now(), self.config.file.connect_seconds
+        for one in runs:
+            if one.coordinator and one.hangs(now, connect_seconds=limit):
+                self.listener(
+                    f"the coordinator of run {one.name} has noted nothing for longer "
+                    "than a round may take, and is ended: its sites are free"
+                )
+                control.stop(int(one.coordinator.flower_run))
 
     def _tell_ends(self, runs: Sequence[QueuedRun]) -> None:
         for one in runs:
@@ -356,7 +382,9 @@ class AggregatorService:
                 "config": str(self.config_path.resolve()),
             }
         )
-        run_queue.note_start(action.handed, number, fruitless=action.fruitless)
+        run_queue.note_start(
+            action.handed, number, fruitless=action.fruitless, at=self.clock.now()
+        )
         again = "" if action.handed.coordinator is None else " again"
         self._at_work.add(run.path)
         self.listener(f"run {run.path.name} is started{again}")

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ PAUSE_SECONDS = 3.0  # A coordinator that ends leaves its outcome before.
 
 def _run(options: argparse.Namespace) -> int:
     job = load_job(options)
-    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.aggregator_host import admission, run_queue  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.aggregator_host.parties import Parties, check, submitted  # noqa: PLC0415
     from deploy.wiring import extension  # noqa: PLC0415 -- keeps `--help` fast
     from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
@@ -55,8 +55,17 @@ def _run(options: argparse.Namespace) -> int:
         tables = ("model", "training", "aggregation")
         needed = {key: job_file.document(job)[key] for key in tables}
         code_files.check_present(needed, options.aggregator.parent)
+        owner = admission.check_submission(
+            config, job, options.owner, options.priority, now=now
+        )
         run = submitted(
-            job, config.folder, config.runs, at=now, random_bytes=os.urandom
+            job,
+            config.folder,
+            config.runs,
+            at=now,
+            random_bytes=os.urandom,
+            owner=owner,
+            priority=options.priority,
         )
     name = run.path.name
     tell(f"run {name} is submitted")
@@ -87,10 +96,10 @@ def follow(
     from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
 
     try:
-        _await_start(run, options.clock, look)
+        _await_start(run, _config(options), options.clock, look)
         every = _evaluation_every(run)
         with run_progress(options.clock, every=every) as show:
-            pauses = _Pauses(run, options.clock, lock=_config(options).lock)
+            pauses = _Pauses(run, _config(options), options.clock)
 
             def idle() -> None:
                 pauses.look()
@@ -129,7 +138,10 @@ def _command(options: argparse.Namespace, verb: str, run: str) -> str:
 
 
 def _await_start(
-    run: "RunFolder", clock: "Clock", look: Callable[[], None] = lambda: None
+    run: "RunFolder",
+    config: "AggregatorConfig",
+    clock: "Clock",
+    look: Callable[[], None] = lambda: None,
 ) -> None:
     """Report what a run waits for, until it starts or is over."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
@@ -137,7 +149,7 @@ def _await_start(
     told = ""
     while not run.exists() and not is_over(run):
         queue = run_queue.handed_over(run.path.parents[1])
-        text = _waits_for(run, queue)
+        text = _waits_for(run, queue, config, clock.now())
         if text and text != told:
             tell(text)
         told = text
@@ -145,18 +157,19 @@ def _await_start(
         clock.sleep(START_LOOK_SECONDS)
 
 
-def _waits_for(run: "RunFolder", queue: "Queue") -> str:
+def _waits_for(
+    run: "RunFolder", queue: "Queue", config: "AggregatorConfig", now: float
+) -> str:
+    from cloud_adapters.flower.facts import not_connected  # noqa: PLC0415
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.aggregator_host.admission import admission  # noqa: PLC0415 -- as above
+
     for each in queue.damaged:
         if each.run.path == run.path:
             return f"run {run.path.name} is not started: {each.reason}"
-    for one in queue.runs:
-        if one.run.path == run.path:
-            break
-        if one.outcome is None:
-            return f"run {run.path.name} waits for run {one.run.path.name} to end"
-    from cloud_adapters.flower.facts import not_connected  # noqa: PLC0415
-    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
-
+    turn = admission(config, queue.runs, None, now=now).plan().waits
+    if run.path.name in turn:
+        return f"run {run.path.name} waits for {turn[run.path.name]}"
     found = run_queue.connected(run)
     if found is None:
         return f"run {run.path.name} waits for its coordinator, and then for its sites"
@@ -222,8 +235,10 @@ def is_over(run: "RunFolder") -> bool:
 class _Pauses:
     """Reports what a started run waits for if no coordinator works on it."""
 
-    def __init__(self, run: "RunFolder", clock: "Clock", *, lock: Path) -> None:
-        self._run, self._clock, self._lock = run, clock, lock
+    def __init__(
+        self, run: "RunFolder", config: "AggregatorConfig", clock: "Clock"
+    ) -> None:
+        self._run, self._config, self._clock = run, config, clock
         self._since, self._told = clock.monotonic(), ""
 
     def look(self) -> None:
@@ -243,11 +258,13 @@ class _Pauses:
         from monitoring.terminal.progress import ANOTHER  # noqa: PLC0415
 
         queue = run_queue.handed_over(self._run.path.parents[1])
-        for each in queue.damaged:
-            if each.run.path == self._run.path:
-                return _waits_for(self._run, queue)
+        known = next((one for one in queue.runs if one.run == self._run), None)
+        if (
+            known is None or known.coordinator is None
+        ):  # It is damaged, or has made way.
+            return _waits_for(self._run, queue, self._config, self._clock.now())
         text = f"run {self._run.path.name} has no coordinator"
-        if folder_lock.is_held(self._lock):
+        if folder_lock.is_held(self._config.lock):
             return f"{text}: if it was killed, {ANOTHER} and waits for its sites"
         return (
             f"{text}, and no aggregator is running here: the run resumes automatically "
@@ -284,6 +301,7 @@ def _lines(
 
 def _ps(options: argparse.Namespace) -> int:
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.aggregator_host.admission import admission  # noqa: PLC0415 -- as above
     from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
 
     config = _config(options)
@@ -295,14 +313,22 @@ def _ps(options: argparse.Namespace) -> int:
     for one in queue.damaged:
         tell(f"run {one.run.path.name} is not started: {one.reason}")
     now = options.clock.now()
-    rows = [_row(one, now) for one in queue.runs]
+    order = admission(config, queue.runs, None, now=now, lengths=True)
+    waits, starts = order.plan().waits, order.forecast()
+    rows = [_row(one, now, waits, starts) for one in queue.runs]
     if options.json:
         say_json(rows)
         return DONE
     for row in rows:
+        begins, row["starts"] = row["starts_in_seconds"], ""
+        if begins is not None:
+            row["starts"] = f"in {units.format_duration(begins)}"
         row["age"] = units.format_duration(row["age_seconds"])
         row["loss"] = "" if row["loss"] is None else units.format_number(row["loss"])
     names = ["run", "job", "status", "age", "rounds", "loss", "without", "back"]
+    if any(row["owner"] != run_queue.OPERATOR or row["priority"] for row in rows):
+        names[2:2] = ["owner", "priority"]
+    names += [name for name in ("waits", "starts") if any(row[name] for row in rows)]
     cut = "reason" if any(row["reason"] for row in rows) else ""
     names += [cut] if cut else []
     cells = ([_cell(row[name]) for name in names] for row in rows)
@@ -311,16 +337,26 @@ def _ps(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _row(handed: "QueuedRun", now: float) -> dict[str, Any]:
+def _row(
+    handed: "QueuedRun",
+    now: float,
+    waits: Mapping[str, str],
+    starts: Mapping[str, float],
+) -> dict[str, Any]:
+    begins = starts.get(handed.name) if handed.name in waits else None
     return {
-        "run": handed.run.path.name,
+        "run": handed.name,
         "job": handed.run.path.parent.name,
+        "owner": handed.request.owner,
+        "priority": handed.request.priority,
         "status": handed.status,
         "age_seconds": max(0.0, now - handed.request.at),
         "rounds": handed.rounds,
         "loss": handed.loss,
         "without": handed.away,
         "back": handed.back,
+        "waits": waits.get(handed.name, ""),
+        "starts_in_seconds": None if begins is None else max(0.0, begins - now),
         "reason": handed.reason,
     }
 
@@ -357,7 +393,8 @@ def _logs(options: argparse.Namespace) -> int:
     if handed is not None and handed.reason:
         tell(f"run {run.path.name} {handed.status}: {handed.reason}")
     elif not run.exists():
-        tell(_waits_for(run, run_queue.handed_over(run.path.parents[1])))
+        queue = run_queue.handed_over(run.path.parents[1])
+        tell(_waits_for(run, queue, _config(options), options.clock.now()))
     elif not is_over(run):
         tell(f"run {run.path.name} goes on: add --follow to see what comes")
     return DONE

@@ -224,6 +224,29 @@ def queued(folder: Path) -> str:
     return "wanted"
 
 
+def ask_to_yield(folder: Path) -> None:
+    run_queue.submit(JOB, run_in(folder), at=1.0, owner="ann")
+    (found,) = run_queue.handed_over(folder).runs
+    run_queue.note_start(found, 7, fruitless=1, at=10.0)
+    run_queue.ask_to_yield(found.run)
+
+
+def requeue(folder: Path) -> None:
+    """As the service does again and again, until the run waits."""
+    for action in run_queue.decide(run_queue.handed_over(folder).runs, {}, ()):
+        assert isinstance(action, run_queue.Requeue)
+        run_queue.requeue(action.handed, at=15.0)
+
+
+def turn(folder: Path) -> str:
+    queue = run_queue.handed_over(folder)
+    (found,) = queue.runs
+    assert not queue.damaged
+    assert (found.outcome, found.request.owner) == (None, "ann")
+    assert found.request.used in {0.0, 5.0}
+    return "makes way" if found.yields else "waits"
+
+
 def remember(number: int) -> Callable[[Path], object]:
     return lambda folder: FileMemory(folder).update("draws", lambda _: {"n": number})
 
@@ -286,6 +309,7 @@ THINGS = {
     ),
     "deployment's launches": Durable(launches(1), launches(2), launched, ("1", "2")),
     "queue of runs": Durable(end_run, resume_run, queued, ("ended", "wanted")),
+    "turn of a run": Durable(ask_to_yield, requeue, turn, ("makes way", "waits")),
     "site's memory": Durable(remember(1), remember(2), remembered, ("1", "2")),
     "enrolled site": Durable(
         begin=enroll,

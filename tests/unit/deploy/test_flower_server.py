@@ -108,9 +108,12 @@ def test_without_a_book_agents_are_asked(tmp_path: Path):
 
 def test_a_run_that_waits_for_sites_can_be_stopped(tmp_path: Path):
     """Immediately, with the code of a stopped run; later it ends after its round."""
-    wait = SiteWait(stop=tmp_path / "stop")
+    wait = SiteWait(run=RunFolder(tmp_path))
     assert not wait.look()
-    wait.stop.touch()
+    run_queue.ask_to_yield(wait.run)
+    with pytest.raises(run_queue.TurnOver):
+        wait.look()
+    run_queue.ask_to_stop(wait.run)
     with pytest.raises(RunStopped) as stopped:
         wait.look()
     assert exit_codes.of_error(stopped.value) == exit_codes.STOPPED

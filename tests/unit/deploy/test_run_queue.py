@@ -59,18 +59,21 @@ def finish_rounds(run: RunFolder, number: int, *, times: int = 1) -> None:
     run.events.write_text("".join(lines * times))
 
 
-def test_the_oldest_is_started_and_alone(tmp_path: Path):
-    """Sites work on one run at a time."""
+def test_only_runs_whose_turn_it_is_are_started(tmp_path: Path):
+    """In the order of their requests, and each once."""
     late, early = handed(tmp_path, "a", 2.0), handed(tmp_path, "b", 1.0)
     queue = run_queue.handed_over(tmp_path).runs
     assert [one.run for one in queue] == [early, late]
-    (action,) = run_queue.decide(queue, {})
+    (action,) = run_queue.decide(queue, {}, {"b"})
     assert isinstance(action, CoordinatorStart)
     assert action.handed.run == early
     run_queue.note_start(action.handed, 7, fruitless=1)
-    assert not [*run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: RUNNING})]
+    queue = run_queue.handed_over(tmp_path).runs
+    assert not [*run_queue.decide(queue, {7: RUNNING}, {"b"})]
+    assert not [*run_queue.decide(queue, {7: OVER}, set())]  # Another has its slots.
     run_queue.leave_outcome(early, Outcome(code=0, message="completed"))
-    (action,) = run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: OVER})
+    queue = run_queue.handed_over(tmp_path).runs
+    (action,) = run_queue.decide(queue, {7: OVER}, {"a", "b"})
     assert isinstance(action, CoordinatorStart)
     assert action.handed.run == late
 

@@ -52,9 +52,11 @@ def test_run_that_has_not_begun_says_what_it_waits_for(
                 ended = {2: first, 4: second}[looks]
                 run_queue.leave_outcome(ended, run_queue.Outcome(code=0, message=""))
 
-    run_verbs._await_start(second, Acts(0.0))
+    config = aggregator_file.load(aggregator_toml(tmp_path))
+    run_verbs._await_start(second, config, Acts(0.0))
+    sites = ", ".join(site.name for site in job.sites)
     assert capsys.readouterr().err.splitlines() == [
-        "crossfed: run two waits for run one to end",
+        f"crossfed: run two waits for a slot at {sites} (run one)",
         "crossfed: run two waits for its coordinator, and then for its sites",
     ]
 
@@ -84,7 +86,8 @@ def test_run_whose_sites_are_missing_names_them(
             elif round(self.monotonic() / run_verbs.START_LOOK_SECONDS) % 2:
                 run_queue.note_connected(run, states.pop(0))
 
-    run_verbs._await_start(run, Meets(0.0))
+    config = aggregator_file.load(aggregator_toml(tmp_path))
+    run_verbs._await_start(run, config, Meets(0.0))
     waits = "waits up to 10 min 00 s for"
     absent = not_connected(["east"])
     assert capsys.readouterr().err.splitlines()[1:] == [
@@ -203,8 +206,15 @@ def test_logs_end_and_say_why_there_are_none(
         assert bool(out) == (name == "first")
         told.append(err)
     assert "first goes on: add --follow" in told[0]
-    assert "for run first" in told[1]
+    assert "(run first)" in told[1]
     assert told[2] == "crossfed: run third failed: the run cannot start: east refuses\n"
+
+
+def started(run: RunFolder) -> None:
+    """Note that a coordinator was started."""
+    handed = run_queue.read(run)
+    assert handed is not None
+    run_queue.note_start(handed, 7, fruitless=1)
 
 
 def test_run_that_lost_its_coordinator_says_so(
@@ -213,8 +223,10 @@ def test_run_that_lost_its_coordinator_says_so(
     """Once, and not while one is about to leave its outcome."""
     run, clock = RunFolder(tmp_path / "small" / "one"), VirtualClock(0.0)
     run_queue.submit(small_job(), run, at=0.0)
-    lock = tmp_path / "service.lock"
-    pauses = run_verbs._Pauses(run, clock, lock=lock)
+    started(run)
+    config = aggregator_file.load(aggregator_toml(tmp_path))
+    lock = config.lock
+    pauses = run_verbs._Pauses(run, config, clock)
     with run.locked():
         for _ in range(50):
             clock.sleep(1.0)
@@ -243,7 +255,8 @@ def test_run_that_is_damaged_is_said_to_be_left_alone(tmp_path: Path):
     run = RunFolder(tmp_path / "small" / "one")
     run_queue.submit(small_job(), run, at=0.0)
     (run.path / run_queue.COORDINATOR).write_text("{")
-    found = run_verbs._waits_for(run, run_queue.handed_over(tmp_path))
+    config = aggregator_file.load(aggregator_toml(tmp_path))
+    found = run_verbs._waits_for(run, run_queue.handed_over(tmp_path), config, 0.0)
     assert found.startswith("run one is not started: ")
     assert "coordinator.json is damaged" in found
 
@@ -269,8 +282,15 @@ class Interrupted(VirtualClock):
     ],
 )
 def test_who_stops_watching_is_told_how_to_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, command: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    command: str,
 ):
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).touch()
     run = RunFolder(tmp_path / "small" / "one")
     run_queue.submit(small_job(), run, at=0.0)
     options = argparse.Namespace(
@@ -289,7 +309,9 @@ def test_who_stops_watching_a_run_that_has_ended_is_told_so(
     run_queue.submit(small_job(), run, at=0.0)
     stopped = run_queue.Outcome(code=STOPPED, message="it was stopped")
     options = argparse.Namespace(
-        aggregator=Path("a.toml"), clock=Interrupted(run, stopped), json=False
+        aggregator=aggregator_toml(tmp_path),
+        clock=Interrupted(run, stopped),
+        json=False,
     )
     assert run_verbs.follow(options, run) == STOPPED
     assert capsys.readouterr().err.endswith("crossfed: it was stopped\n")

@@ -1,0 +1,212 @@
+"""What the scheduler is given, from the files of an aggregator's runs."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloud_adapters.flower.facts import FlowerRun
+from deploy.aggregator_host import owners, run_queue, scheduler
+from deploy.aggregator_host.config import AggregatorConfig
+from deploy.aggregator_host.owners import Owner, Owners, Usage
+from deploy.aggregator_host.run_queue import QueuedRun
+from deploy.aggregator_host.scheduler import Candidate, Plan, Rules, Share
+from federation.event_log import from_line
+from federation.events import ModelEvaluated, RoundFinished
+from federation.job.spec import JobSpec
+from monitoring.runs.run_folder import RunFolder
+
+_HOUR, _GIGABYTE = 3600.0, 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Every run that has not ended, and what decides whose turn it is.
+
+    Attributes:
+        candidates: The runs.
+        shares: Of every owner.
+        slots: How many runs each site takes at once.
+        rules: The operator's.
+        now: When all this is so.
+    """
+
+    candidates: Sequence[Candidate]
+    shares: Mapping[str, Share]
+    slots: Mapping[str, int]
+    rules: Rules
+    now: float
+
+    def plan(self) -> Plan:
+        """Decide whose turn it is."""
+        return scheduler.plan(
+            self.candidates, self.shares, self.slots, self.rules, now=self.now
+        )
+
+    def forecast(self) -> Mapping[str, float]:
+        """Predict when the turns of waiting runs begin."""
+        return scheduler.forecast(
+            self.candidates, self.shares, self.slots, self.rules, now=self.now
+        )
+
+
+def admission(
+    config: AggregatorConfig,
+    runs: Sequence[QueuedRun],
+    flower: Mapping[int, FlowerRun] | None,
+    *,
+    now: float,
+    lengths: bool = False,
+) -> Admission:
+    """Gather what decides whose turn it is.
+
+    Args:
+        config: The operator's ``aggregator.toml``.
+        runs: All runs.
+        flower: What the SuperLink says of its runs; None if it is not asked.
+        now: Seconds since 1970.
+        lengths: Whether to find out how long runs will still work.
+
+    Raises:
+        CorruptObject: The file of the owners is damaged.
+    """
+    known, used = owners.read(config.folder), defaultdict[str, float](float)
+    for one in runs:
+        used[one.request.owner] += scheduler.used_now(
+            one.held_seconds(now), len(one.request.sites), ended=one.ended(now), now=now
+        )
+    refused = {name: _refused(known, name, runs, now) for name in used}
+    paces = _paces(runs, now) if lengths else {}
+    queue = config.file.queue
+    return Admission(
+        candidates=[
+            _candidate(one, flower, refused[one.request.owner], paces)
+            for one in runs
+            if _takes_turns(one, flower)
+        ],
+        shares={
+            name: Share(weight=_known(known, name).weight, used=seconds)
+            for name, seconds in used.items()
+        },
+        slots=run_queue.slots_of(runs),
+        rules=Rules(
+            max_runs=queue.max_runs,
+            slice_seconds=queue.slice_seconds,
+            age_seconds=queue.age_seconds,
+        ),
+        now=now,
+    )
+
+
+def check_submission(
+    config: AggregatorConfig, job: JobSpec, owner: str, priority: int, *, now: float
+) -> str:
+    """Refuse a run that its owner may not have; return the owner's name.
+
+    Raises:
+        JobError: The message names the key or quota.
+        CorruptObject: The file of the owners is damaged.
+    """
+    found = owners.read(config.folder).find(owner)
+    runs = run_queue.handed_over(config.runs).runs
+    used = usage(runs, owner, now) if found and found.quota != Usage() else Usage()
+    owners.check_submission(found, owner, priority, job, used)
+    return owner
+
+
+def usage(runs: Sequence[QueuedRun], owner: str, now: float) -> Usage:
+    """Add up what an owner's runs have used."""
+    mine = [one for one in runs if one.request.owner == owner]
+    measured = [_measured(one.run) for one in mine]
+    held = sum(one.held_seconds(now) * len(one.request.sites) for one in mine)
+    return Usage(
+        site_hours=held / _HOUR,
+        gigabytes=sum(sent for sent, _ in measured) / _GIGABYTE,
+        epsilon=sum(epsilon for _, epsilon in measured),
+    )
+
+
+def _known(known: Owners, name: str) -> Owner:
+    return known.find(name) or Owner(name=name)
+
+
+def _refused(known: Owners, name: str, runs: Sequence[QueuedRun], now: float) -> str:
+    """Why no run of an owner may work now; empty if they may."""
+    owner = _known(known, name)
+    if owner.quota == Usage():
+        return ""
+    return owners.exceeded(owner, usage(runs, name, now))
+
+
+def _takes_turns(one: QueuedRun, flower: Mapping[int, FlowerRun] | None) -> bool:
+    """Whether a run needs its sites, now or later.
+
+    Not if its coordinator only writes a report, nor while one that Flower has given up
+    keeps others from it.
+    """
+    if one.outcome is not None:
+        return False
+    if flower is not None and not one.works(flower):
+        return not one.run.is_locked()
+    return one.coordinator is None or not one.is_finishing
+
+
+def _candidate(
+    one: QueuedRun,
+    flower: Mapping[int, FlowerRun] | None,
+    refused: str,
+    paces: Mapping[str, float],
+) -> Candidate:
+    before, request = one.coordinator, one.request
+    works = before is not None if flower is None else one.works(flower)
+    pace = paces.get(one.run.path.parent.name)
+    left = None
+    if pace is not None:
+        left = max(0.0, one.run.read_spec().rounds - one.rounds) * pace
+    return Candidate(
+        name=one.name,
+        owner=request.owner,
+        priority=request.priority,
+        submitted=request.at,
+        since=request.since or request.at,
+        sites=frozenset(request.sites),
+        begun=None if before is None else before.begun,
+        holds=works,
+        refused=refused,
+        seconds_left=left,
+    )
+
+
+def _paces(runs: Sequence[QueuedRun], now: float) -> Mapping[str, float]:
+    """Seconds of a round of each job, from its newest run with rounds."""
+    found = {}
+    for one in runs:
+        rounds = one.rounds
+        if rounds:
+            found[one.run.path.parent.name] = one.held_seconds(now) / rounds
+    return found
+
+
+def _measured(run: RunFolder) -> tuple[float, float]:
+    """Bytes that a run has sent and received, and its epsilon."""
+    path = run.events
+    return _counted(path, path.stat().st_size) if path.is_file() else (0.0, 0.0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _counted(path: Path, size: int) -> tuple[float, float]:
+    num_bytes, epsilon = 0.0, 0.0
+    for line in path.read_bytes()[:size].split(b"\n"):
+        if b'"RoundFinished"' not in line and b'"ModelEvaluated"' not in line:
+            continue
+        try:
+            event = from_line(line)
+        except ValueError:
+            continue
+        if isinstance(event, RoundFinished):
+            num_bytes += event.bytes_down + event.bytes_up
+            epsilon = max(epsilon, event.epsilon or 0.0)
+        elif isinstance(event, ModelEvaluated):
+            num_bytes += sum(event.bytes_down) + sum(event.bytes_up)
+    return num_bytes, epsilon

@@ -1,0 +1,274 @@
+"""Which of many runs may work at the sites now: decided from the queue and the clock.
+
+A run needs a slot at each of its sites and one of the aggregator's. Candidates are
+ranked, and slots are given in that order:
+
+1. by level: the priority, raised by one for each ``age_seconds`` that a run has waited,
+   up to the highest that is asked for. So a low priority waits, and never for ever;
+2. of one level, a run within its time slice: each turn is at least that long;
+3. then by the owner's virtual time, the site-seconds used divided by the weight, as in
+   stride scheduling [Waldspurger and Weihl, 1995, section 2]. A run that waits counts
+   with the slice that it would use, so that turns do not change for a trifle;
+4. then the run at work, and then the oldest.
+
+A candidate that no longer has a slot is asked to pause after its round, if one before
+it waits for that slot. One that still waits keeps the slots that are free for it, so
+that a run of many sites is not passed by runs of few for ever.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+# Usage counts half after so long: what an owner used last month does not matter.
+HALF_LIFE_SECONDS = 86_400.0
+_MOST_STEPS = 200  # Of a forecast.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What the aggregator's operator decides.
+
+    Attributes:
+        max_runs: How many runs may be at work at once.
+        slice_seconds: The shortest turn of a run that an equal one waits for.
+        age_seconds: Waiting time that raises a run by one level.
+    """
+
+    max_runs: int
+    slice_seconds: float
+    age_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """An owner's part of the sites.
+
+    Attributes:
+        weight: Against those of the other owners.
+        used: Site-seconds so far, with older ones counting less.
+    """
+
+    weight: float
+    used: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A run that has not ended.
+
+    Attributes:
+        name: Its ID.
+        owner: Who submitted it.
+        priority: As it was asked for.
+        submitted: When; seconds since 1970.
+        since: When it began to wait for its turn, also if the turn has begun by now.
+        sites: Where it needs a slot.
+        begun: When its turn began; None while it waits.
+        holds: Whether a coordinator works on it: it takes up its slots.
+        refused: Why it may not work, whatever is free; empty if it may.
+        seconds_left: How long it will still work; None if that is not known.
+    """
+
+    name: str
+    owner: str
+    priority: int
+    submitted: float
+    since: float
+    sites: frozenset[str]
+    begun: float | None = None
+    holds: bool = False
+    refused: str = ""
+    seconds_left: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to do now.
+
+    Attributes:
+        start: Runs whose turn begins.
+        pause: Runs at work that are to make way after their round.
+        waits: What each other run waits for, in words.
+    """
+
+    start: Sequence[str]
+    pause: Sequence[str]
+    waits: Mapping[str, str]
+
+
+def plan(
+    candidates: Iterable[Candidate],
+    shares: Mapping[str, Share],
+    slots: Mapping[str, int],
+    rules: Rules,
+    *,
+    now: float,
+) -> Plan:
+    """Decide whose turn it is.
+
+    Args:
+        candidates: Every run that has not ended.
+        shares: Of every owner.
+        slots: How many runs each site takes at once; 1 where it is missing.
+        rules: The operator's.
+        now: Seconds since 1970.
+    """
+    ranked = _ranked(candidates, shares, rules, now)
+    chosen = _chosen(ranked, slots, rules.max_runs)
+    held = [one for one in ranked if one.holds]
+    start, pause, waits = list[str](), list[str](), dict[str, str]()
+    for index, one in enumerate(ranked):
+        if one.holds:
+            pause += [one.name] if one.refused else []
+            continue
+        blocked = _blocking(one, held, slots, rules.max_runs)
+        if one.refused:
+            waits[one.name] = one.refused
+        elif one.name not in chosen or blocked:
+            claims = blocked or _claims(one, ranked[:index])
+            waits[one.name] = _reason(claims, rules.max_runs)
+        else:
+            start.append(one.name)
+        if one.name in chosen:
+            late = _late(blocked, slots, rules.max_runs, chosen)
+            pause += late
+            held = [*(each for each in held if each.name not in late), one]
+    return Plan(start=start, pause=pause, waits=waits)
+
+
+def forecast(
+    candidates: Sequence[Candidate],
+    shares: Mapping[str, Share],
+    slots: Mapping[str, int],
+    rules: Rules,
+    *,
+    now: float,
+) -> Mapping[str, float]:
+    """Predict when each waiting run's turn begins, if no other is submitted.
+
+    It plays the plan forward from end to end of the runs whose length is known; a run
+    behind one of unknown length has no entry.
+    """
+    left, found, at = list(candidates), dict[str, float](), now
+    shares = dict(shares)
+    for _ in range(_MOST_STEPS):
+        begun = {*plan(left, shares, slots, rules, now=at).start}
+        found |= {name: at for name in begun if name not in found}
+        left = [
+            replace(one, holds=True, begun=at) if one.name in begun else one
+            for one in left
+        ]
+        held = [one for one in left if one.holds and one.seconds_left is not None]
+        if not held:
+            break
+        step = min(one.seconds_left or 0.0 for one in held)
+        at += step
+        for one in (each for each in left if each.holds):
+            share = shares[one.owner]
+            used = share.used + step * len(one.sites)
+            shares[one.owner] = replace(share, used=used)
+        left = [_after(one, step) for one in left]
+        left = [one for one in left if one.seconds_left is None or one.seconds_left > 0]
+    return found
+
+
+def used_now(seconds: float, num_sites: int, *, ended: float, now: float) -> float:
+    """Site-seconds of a run, halved with each half-life since they were used."""
+    age = max(0.0, now - ended)
+    return float(seconds * num_sites * 0.5 ** (age / HALF_LIFE_SECONDS))
+
+
+def _after(one: Candidate, step: float) -> Candidate:
+    if not one.holds or one.seconds_left is None:
+        return one
+    return replace(one, seconds_left=max(0.0, one.seconds_left - step))
+
+
+def _ranked(
+    candidates: Iterable[Candidate],
+    shares: Mapping[str, Share],
+    rules: Rules,
+    now: float,
+) -> list[Candidate]:
+    found = list(candidates)
+    top = max((one.priority for one in found if not one.refused), default=0)
+
+    def rank(one: Candidate) -> tuple[int, bool, float, bool, float, str]:
+        in_slice = one.begun is not None and now - one.begun < rules.slice_seconds
+        level = one.priority
+        if one.begun is None or in_slice:
+            waited = (now if one.begun is None else one.begun) - one.since
+            level = min(level + int(max(0.0, waited) // rules.age_seconds), top)
+        share = shares[one.owner]
+        ahead = rules.slice_seconds * len(one.sites) if one.begun is None else 0.0
+        virtual = (share.used + ahead) / share.weight
+        is_new = one.begun is None
+        return -level, not in_slice, virtual, is_new, one.submitted, one.name
+
+    return sorted(found, key=rank)
+
+
+def _chosen(
+    ranked: Sequence[Candidate], slots: Mapping[str, int], max_runs: int
+) -> set[str]:
+    """Give slots in order; one that does not get all of its own keeps the others."""
+    taken, found = Counter[str](), set[str]()
+    for one in ranked:
+        if one.refused:
+            continue
+        fits = all(taken[site] < slots.get(site, 1) for site in one.sites)
+        if fits and len(found) < max_runs:
+            found.add(one.name)
+        taken.update(one.sites)
+    return found
+
+
+def _blocking(
+    one: Candidate,
+    held: Sequence[Candidate],
+    slots: Mapping[str, int],
+    max_runs: int,
+) -> dict[str, list[Candidate]]:
+    """Runs at work in each slot that a candidate lacks; under "" the aggregator's."""
+    found = {"": list(held)} if len(held) >= max_runs else {}
+    for site in sorted(one.sites):
+        here = [each for each in held if site in each.sites]
+        if len(here) >= slots.get(site, 1):
+            found[site] = here
+    return found
+
+
+def _late(
+    blocked: Mapping[str, Sequence[Candidate]],
+    slots: Mapping[str, int],
+    max_runs: int,
+    chosen: Collection[str],
+) -> list[str]:
+    """Runs at work that have to make way: of each kind of slot, the last in order."""
+    found: list[str] = []
+    for site, here in blocked.items():
+        others = [each.name for each in here if each.name not in chosen]
+        gone = sum(name in found for name in others)
+        limit = slots.get(site, 1) if site else max_runs
+        excess = max(0, len(here) - gone - limit + 1)
+        found += [name for name in reversed(others) if name not in found][:excess]
+    return found
+
+
+def _claims(one: Candidate, before: Sequence[Candidate]) -> dict[str, list[Candidate]]:
+    """Runs before a candidate for which its slots are kept free."""
+    waiting = [each for each in before if not each.holds and not each.refused]
+    shared = [each for each in waiting if each.sites & one.sites]
+    return {"": shared or waiting}
+
+
+def _reason(blocked: Mapping[str, Sequence[Candidate]], max_runs: int) -> str:
+    sites = [site for site in blocked if site]
+    runs = [*dict.fromkeys(each.name for found in blocked.values() for each in found)]
+    names = f"run {runs[0]}" if len(runs) == 1 else f"runs {', '.join(runs)}"
+    if sites:
+        return f"a slot at {', '.join(sites)} ({names})"
+    if all(each.holds for found in blocked.values() for each in found):
+        return f"one of {max_runs} runs at once ({names})"
+    return f"{names}, whose turn comes first"

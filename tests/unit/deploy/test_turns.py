@@ -1,0 +1,242 @@
+"""Turns of runs, their owners and what they have used, from files."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import event_samples
+from support.small_jobs import small_job
+
+from cloud_adapters.flower.facts import Connected, FlowerRun
+from deploy.aggregator_host import admission, owners, run_queue
+from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile, QueueSpec
+from deploy.aggregator_host.owners import Owner, Usage
+from deploy.aggregator_host.run_queue import Outcome, QueuedRun, Requeue, TurnOver
+from federation.errors import CorruptObject, JobError
+from federation.event_log import to_line
+from federation.events import RoundFinished, RunFinished, RunStarted
+from federation.ids import SiteId
+from monitoring.runs.run_folder import REQUEST, RunFolder
+
+RUNNING = FlowerRun(is_over=False, status="running")
+OVER = FlowerRun(is_over=True, status="finished failed")
+JOB = small_job(num_sites=2)
+SITES = frozenset(site.name for site in JOB.sites)
+
+
+def config(folder: Path, **queue: Any) -> AggregatorConfig:
+    file = AggregatorFile(queue=QueueSpec(**queue))
+    return AggregatorConfig(file=file, folder=folder)
+
+
+def submitted(folder: Path, name: str, at: float = 1.0, **about: Any) -> RunFolder:
+    run = RunFolder(folder / "runs" / "small" / name)
+    run_queue.submit(JOB, run, at=at, **about)
+    return run
+
+
+def queued(run: RunFolder) -> QueuedRun:
+    found = run_queue.read(run)
+    assert found is not None
+    return found
+
+
+def started(run: RunFolder, at: float, flower_run: int = 7) -> None:
+    run_queue.note_start(queued(run), flower_run, fruitless=1, at=at)
+
+
+def noted(run: RunFolder, at: float, *, ends: bool = False) -> None:
+    """Note two rounds at a time."""
+    kinds = (RunStarted, RoundFinished, *([RunFinished] if ends else []))
+    events = [e for e in event_samples.two_sites(2) if isinstance(e, kinds)]
+    run.events.write_text("".join(f"{to_line(event)}\n" for event in events))
+    os.utime(run.events, (at, at))
+
+
+def order(
+    folder: Path, flower: dict[int, FlowerRun] | None, now: float, **queue: Any
+) -> admission.Admission:
+    runs = run_queue.handed_over(folder / "runs").runs
+    found = config(folder, **queue)
+    return admission.admission(found, runs, flower, now=now, lengths=True)
+
+
+def test_a_run_makes_way_and_waits_with_what_it_has_used(tmp_path: Path):
+    run = submitted(tmp_path, "a", owner="ann", priority=3)
+    assert not run_queue.is_to_stop(run)
+    started(run, 100.0)
+    run_queue.ask_to_yield(run)
+    with pytest.raises(TurnOver) as over:
+        run_queue.is_to_stop(run)
+    assert run_queue.goes_on(over.value)
+    noted(run, 160.0)
+    assert not [*run_queue.decide([queued(run)], {7: RUNNING}, set())]
+    (action,) = run_queue.decide([queued(run)], {7: OVER}, {"a"})
+    assert isinstance(action, Requeue)
+    run_queue.requeue(action.handed, at=170.0)
+    found = queued(run)
+    assert (found.yields, found.coordinator, found.stop) == (False, None, False)
+    asked = found.request
+    assert (asked.at, asked.since, asked.used) == (1.0, 170.0, 70.0)
+    assert (asked.owner, asked.priority) == ("ann", 3)
+    assert frozenset(asked.sites) == SITES
+
+
+def test_a_person_who_stops_a_run_that_makes_way_is_heard(tmp_path: Path):
+    run = submitted(tmp_path, "a")
+    started(run, 100.0)
+    noted(run, 101.0)
+    run_queue.ask_to_yield(run)
+    run_queue.ask_to_stop(run)
+    assert run_queue.is_to_stop(run)
+    run_queue.requeue(queued(run), at=170.0)
+    assert queued(run).stop
+
+
+def test_time_without_a_coordinator_is_not_used(tmp_path: Path):
+    """It was killed at 130, and the next one began at 500."""
+    run = submitted(tmp_path, "a")
+    started(run, 100.0)
+    noted(run, 130.0)
+    started(run, 500.0, 8)
+    assert queued(run).held_seconds(510.0) == 40.0
+    assert queued(run).coordinator.begun == 100.0  # type: ignore[union-attr]
+    run_queue.leave_outcome(run, Outcome(code=130, message="stopped"))
+    os.utime(run.path / run_queue.OUTCOME, (520.0, 520.0))
+    assert queued(run).held_seconds(9000.0) == 50.0
+    run_queue.take_up(run, at=600.0)
+    assert queued(run).request.used == 50.0
+    assert queued(run).request.at == 600.0
+
+
+def test_a_coordinator_that_notes_nothing_hangs(tmp_path: Path):
+    """Sooner while it waits for sites; and not while it writes its report."""
+    run = submitted(tmp_path, "a")
+    started(run, 1000.0)
+    limit = queued(run).request.deadline_seconds
+    assert limit == JOB.schedule.round_deadline_seconds
+
+    def hangs(after: float) -> bool:
+        return queued(run).hangs(1000.0 + after, connect_seconds=20.0)
+
+    assert not hangs(50.0)
+    assert hangs(51.0)
+    run_queue.note_connected(run, Connected(there=(), missing=("a",), seconds=1.0))
+    os.utime(run.path / run_queue.CONNECTED, (1015.0, 1015.0))
+    assert not hangs(51.0)
+    noted(run, 1020.0)
+    more = max(run_queue.MARGIN_SECONDS, run_queue.MARGIN_SHARE * limit)
+    assert not hangs(20.0 + limit + more)
+    assert hangs(21.0 + limit + more)
+    noted(run, 1020.0, ends=True)
+    assert queued(run).is_finishing
+    assert not hangs(9e9)
+
+
+def test_a_run_that_only_writes_its_report_has_left_its_sites(tmp_path: Path):
+    one, two = submitted(tmp_path, "a"), submitted(tmp_path, "b", at=2.0)
+    started(one, 10.0)
+    noted(one, 20.0)
+    assert order(tmp_path, {7: RUNNING}, 21.0).plan().start == []
+    noted(one, 20.0, ends=True)
+    assert order(tmp_path, {7: RUNNING}, 21.0).plan().start == [two.path.name]
+
+
+def test_a_frozen_coordinator_holds_no_sites(tmp_path: Path):
+    """Flower has given it up; it still holds the lock, and does not come back."""
+    one, two = submitted(tmp_path, "a"), submitted(tmp_path, "b", at=2.0)
+    started(one, 10.0)
+    with one.locked("7"):
+        assert order(tmp_path, {7: RUNNING}, 11.0).plan().start == []
+        assert order(tmp_path, {7: OVER}, 11.0).plan().start == [two.path.name]
+    assert order(tmp_path, {7: OVER}, 11.0).plan().start == [one.path.name]
+
+
+def test_sites_say_how_many_runs_they_take(tmp_path: Path):
+    """The newest word counts; one that has said nothing takes one."""
+    runs = [submitted(tmp_path, name, at=float(n)) for n, name in enumerate("abc")]
+    assert order(tmp_path, {}, 9.0, max_runs=4).plan().start == ["a"]
+    for at, number in ((10.0, 3), (20.0, 2)):
+        run = runs[int(at == 20.0)]
+        run_queue.note_slots(run, {SiteId(name): number for name in SITES})
+        os.utime(run.path / run_queue.SLOTS, (at, at))
+    assert order(tmp_path, {}, 9.0, max_runs=4).plan().start == ["a", "b"]
+    (runs[1].path / run_queue.SLOTS).write_text("[")
+    assert order(tmp_path, {}, 9.0, max_runs=4).plan().start == ["a", "b", "c"]
+
+
+def test_a_request_of_an_earlier_release_is_read(tmp_path: Path):
+    """It said only when: the operator's, at the sites of the job."""
+    run = submitted(tmp_path, "a", owner="ann")
+    (run.path / REQUEST).write_text('{"at": 5.0}')
+    found = queued(run).request
+    assert (found.owner, found.priority, found.at) == ("operator", 0, 5.0)
+    assert frozenset(found.sites) == SITES
+
+
+def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
+    """Whatever its weight; quotas stop what waits and what works, by name."""
+    run = submitted(tmp_path, "a", owner="ann")
+    started(run, 0.1)
+    noted(run, 1000.0)
+    runs = run_queue.handed_over(tmp_path / "runs").runs
+    used = admission.usage(runs, "ann", 1800.1)
+    assert used.site_hours == pytest.approx(1.0)
+    rounds = [e for e in event_samples.two_sites(2) if isinstance(e, RoundFinished)]
+    total = sum(e.bytes_down + e.bytes_up for e in rounds)
+    assert used.gigabytes == pytest.approx(total / 1e9)
+    assert admission.usage(runs, "bob", 1800.1) == Usage(
+        site_hours=0.0, gigabytes=0, epsilon=0
+    )
+    quota = Usage(site_hours=1.5)
+    owners.change(tmp_path, "ann", lambda _: Owner(name="ann", quota=quota))
+    assert not order(tmp_path, {7: RUNNING}, 1800.1).plan().pause
+    plan = order(tmp_path, {7: RUNNING}, 3600.1).plan()
+    assert plan.pause == ["a"]
+    submitted(tmp_path, "b", owner="ann")
+    waits = order(tmp_path, {7: RUNNING}, 3600.1).plan().waits
+    assert waits["b"] == "owner 'ann' has used 2 of 1.5 site-hours (quota site_hours)"
+
+
+def check(folder: Path, owner: str, priority: int = 0, epsilon: float = 0.0) -> str:
+    job = JOB
+    if epsilon:
+        private = {"unit": "record", "target_epsilon": epsilon, "clip_norm": 1.0}
+        job = small_job(
+            num_sites=2,
+            aggregation={"weights": "uniform"},
+            privacy={"differential_privacy": private},
+        )
+    return admission.check_submission(config(folder), job, owner, priority, now=9.0)
+
+
+def test_what_no_quota_fits_is_refused_when_it_is_submitted(tmp_path: Path):
+    assert check(tmp_path, "operator", 100) == "operator"
+    with pytest.raises(JobError, match="no owner 'ann'"):
+        check(tmp_path, "ann")
+    made = Owner(name="ann", max_priority=2, quota=Usage(epsilon=3.0))
+    owners.change(tmp_path, "ann", lambda _: made)
+    assert check(tmp_path, "ann", 2, epsilon=3.0) == "ann"
+    for priority in (3, -1):
+        with pytest.raises(JobError, match="priorities from 0 to 2"):
+            check(tmp_path, "ann", priority)
+    with pytest.raises(JobError, match=r"quota epsilon") as refused:
+        check(tmp_path, "ann", epsilon=3.1)
+    assert refused.value.key == "privacy.differential_privacy.target_epsilon"
+    nothing = replace(made, quota=Usage(gigabytes=0.0))
+    owners.change(tmp_path, "ann", lambda before: replace(nothing, token=before.token))  # type: ignore[union-attr]
+    with pytest.raises(JobError, match=r"0 of 0 GB"):
+        check(tmp_path, "ann")
+
+
+def test_owners_are_kept_and_a_damaged_file_is_no_empty_one(tmp_path: Path):
+    owners.change(tmp_path, "bob", lambda _: Owner(name="bob", weight=2.0))
+    owners.change(tmp_path, "ann", lambda _: Owner(name="ann"))
+    found = owners.read(tmp_path)
+    assert [one.name for one in found.owners] == ["ann", "bob"]
+    assert (tmp_path / owners.FILE).stat().st_mode & 0o777 == 0o600
+    (tmp_path / owners.FILE).write_text("{")
+    with pytest.raises(CorruptObject, match="restore it"):
+        owners.read(tmp_path)
