@@ -25,7 +25,7 @@ from clients.models.objectives import Objective, objective_of
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
 from clients.users_trainer import adopt, check_loop, is_trainer
 from federation.errors import JobError
-from federation.job.adapter_ranks import check_adapters
+from federation.job.adapter_ranks import check_adapters, ranks_of
 from federation.job.adapters import check_exact, check_factors
 from federation.job.metrics import TRAINER
 from federation.job.selection_checks import counts_for_nan
@@ -221,6 +221,7 @@ class ModelPool:
         replaced: Layers that differential privacy has replaced, for people to read.
         trained_spans: Places ``[start, stop)`` of these in the flat vector.
         exact: Adapters whose products the aggregator averages.
+        ranks: Of the sites that train fewer than all ranks of adapters, by site.
         num_trained: Values that training changes: those of parameters that require a
             gradient.
     """
@@ -260,6 +261,7 @@ class ModelPool:
         self._sends_frozen = any(site.flower_app is not None for site in job.sites)
         self._integer_buffers = job.model.integer_buffers
         self._personal = job.model.personal
+        self.ranks = ranks_of(job)  # Found once: there may be thousands of sites.
         self.layout: Layout = self._layout_of(first)
         check_adapters(job, self.layout)
         self.exact = weights.exact_factors(first)

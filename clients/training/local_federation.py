@@ -117,7 +117,7 @@ class Federation:
         works_ahead: bool = False,
     ) -> Site:
         """Make one site; ``store`` is where it keeps what never leaves it."""
-        links = links_of(self.job, self.pool.layout, name)
+        links = links_of(self.job, self.pool.layout, self.pool.ranks.get(name))
         return Site(
             name,
             make_trainer=make_trainer,

@@ -55,7 +55,7 @@ from clients.training.private_steps import (
 )
 from federation.errors import SiteError
 from federation.ids import SiteId
-from federation.job.adapter_ranks import ranks_of, sent_places
+from federation.job.adapter_ranks import sent_places
 from federation.job.metrics import evaluated_of, metrics_of
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
@@ -162,7 +162,7 @@ class TorchTrainer:
         self._is_protected = job.privacy.differential_privacy.enabled
         self._seed = job.seed if self.seed is None else self.seed
         self._objective = self.pool.objective
-        self._lora_rank = ranks_of(job).get(self.site)
+        self._lora_rank = self.pool.ranks.get(self.site)
         self._ahead = WorkAhead(job, self._first_steps)
         self._notes = EvaluationNotes(
             job,

@@ -93,6 +93,7 @@ class RunPlace:
         self._run_id = run_id
         self._meters = meters
         self._plain = open_kept(job, run, run_id)
+        self._sites = {site.name: site for site in job.sites}
         self.store = self._of(store_meters.coordinator(job))
 
     def try_out(self) -> None:
@@ -113,8 +114,7 @@ class RunPlace:
 
     def store_of(self, name: SiteId) -> ObjectStore:
         """Return the same place, as one of the sites reaches it."""
-        site = next(site for site in self._job.sites if site.name == name)
-        return self._of(store_meters.site(site))
+        return self._of(store_meters.site(self._sites[name]))
 
     def _of(self, user: User) -> ObjectStore:
         region = self._job.storage.region

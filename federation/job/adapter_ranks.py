@@ -89,16 +89,18 @@ def sent_places(layout: Layout, rank: int) -> NDArray[np.bool_]:
     return sent_d
 
 
-def links_of(job: JobSpec, layout: Layout, site: SiteId) -> Links:
-    """Return a job's codecs as they encode a site's updates, and changes of a model."""
-    rank = ranks_of(job).get(site)
+def links_of(job: JobSpec, layout: Layout, rank: int | None) -> Links:
+    """Return a job's codecs as they encode updates of a site of some rank.
+
+    And changes of a model. The rank is None for a site that trains all of them.
+    """
     sent_d = None if rank is None else sent_places(layout, rank)
     return fitted(job.communication.links, layout, sent_d)
 
 
 def codecs_by_site(job: JobSpec, layout: Layout) -> Mapping[SiteId, Codec]:
     """Return the codecs of updates of sites that do not send all places."""
-    return {site: links_of(job, layout, site).up for site in ranks_of(job)}
+    return {s: links_of(job, layout, rank).up for s, rank in ranks_of(job).items()}
 
 
 def contributors(job: JobSpec) -> tuple[frozenset[SiteId], ...]:

@@ -24,13 +24,15 @@ def check_names(job: JobSpec) -> None:
     named += [(f"relays[{i}].name", relay.name) for i, relay in enumerate(job.relays)]
     if not job.sites:
         raise JobError("add at least one [[sites]] table", key="sites")
-    for index, (key, name) in enumerate(named):
+    taken: set[str] = set()
+    for key, name in named:
         try:
             check_name(name)
         except ValueError as error:
             raise JobError(str(error), key=key) from None
-        if name in dict(named[1:index]).values():
+        if name in taken:
             raise JobError(f"another site or relay is called {name!r}", key=key)
+        taken |= {name} if key != "name" else set()
 
 
 def check_data(job: JobSpec) -> list[JobError]:
@@ -125,16 +127,17 @@ def check_simulation(job: JobSpec) -> list[JobError]:
     places = [("faults", i, fault.site) for i, fault in enumerate(simulation.faults)]
     places += [("machines", i, name) for i, name in enumerate(machines)]
     live = simulation.live_metrics
-    rules = {
+    rules: dict[str, object] = {
         f"simulation.{key}[{index}].site: there is no site {name!r}; the sites are "
-        f"{', '.join(sorted(names))}": name not in names
+        f"{', '.join(sorted(names))}": True
         for key, index, name in places
+        if name not in names
     }
+    first = {name: index for index, name in reversed([*enumerate(machines)])}
     rules |= {
-        f"simulation.machines[{index}].site: site {name!r} has two machines": (
-            name in machines[:index]
-        )
+        f"simulation.machines[{index}].site: site {name!r} has two machines": True
         for index, name in enumerate(machines)
+        if first[name] < index
     }
     rules |= {
         f"simulation.faults[{index}].rounds: rounds count from 1, not {first}": (

@@ -353,7 +353,7 @@ class Traffic:
 
     def _up(self, site: SiteId) -> Codec:
         """The codec of a site's updates."""
-        return links_of(self.job, self.layout, site).up
+        return links_of(self.job, self.layout, self._ranks.get(site)).up
 
     @property
     def _asks_all(self) -> bool:
