@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from federation.protocols import (
     RoundTime,
     RunProgress,
     SelectionProgress,
+    SiteHistory,
     Suspicions,
 )
 from federation.vectors import Layout, Role
@@ -195,6 +196,7 @@ def encode(manifest: Manifest) -> bytes:
         **({"selection": asdict(found)} if found != NO_SELECTION else {}),
         **({"local_work": _encode_work(manifest)} if manifest.steps_taken else {}),
         **({"site_times": _encode_sites(manifest)} if manifest.site_times else {}),
+        **({"history": _encode_history(manifest)} if manifest.history else {}),
         "job": manifest.job,
         "layout": {
             "digest": layout.digest,
@@ -289,6 +291,7 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
             SiteId(site): _parse_times(entry)
             for site, entry in document.get("site_times", {}).items()
         },
+        history=_parse_history(document.get("history", {})),
         job=document["job"],
         layout=layout,
         weights=_parse_blob(blobs["weights"]),
@@ -391,6 +394,21 @@ def _parse_times(entries: Iterable[Any]) -> tuple[RoundTime, ...]:
     ):
         raise ValueError("its local work is damaged")
     return times
+
+
+def _encode_history(progress: RunProgress) -> dict[str, Any]:
+    return {site: astuple(one) for site, one in progress.history.items()}
+
+
+def _parse_history(entries: Mapping[str, Any]) -> dict[SiteId, SiteHistory]:
+    found = {SiteId(site): SiteHistory(*entry) for site, entry in entries.items()}
+    for one in found.values():
+        counts = (one.asked, one.counted, one.last_round, one.predictions)
+        if not all(type(n) is int and n >= 0 for n in counts) or not {
+            *map(type, (one.loss, one.seconds))
+        } <= {float, type(None)}:
+            raise ValueError("its history of sites is damaged")
+    return found
 
 
 def _parse_suspicions(entry: Mapping[str, Any]) -> Suspicions:

@@ -139,7 +139,7 @@ class SecureExchange:
             schedule,
             view,
             write=lambda sites: [asked[site] for site in sites],
-            num_counted=lambda: record.verdicts.num_answered,
+            tally=record,
             now=record.clock.monotonic,
         )
         heard = self._heard(replies, round_of)

@@ -29,7 +29,7 @@ import numpy as np
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import weighted_mean
 from aggregator.methods import registry
-from aggregator.sampling import draw_cohort
+from aggregator.sampling import cohorts_of
 from aggregator.weighting import weight_of
 from clients.training.site import Site
 from clients.training.site_state import SiteState
@@ -180,7 +180,7 @@ def _parts(
             emit=emit,
             clock=clock,
         ),
-        draw_cohort=draw_cohort,
+        draw_cohort=cohorts_of(job),
         optimizer=optimizer,
         guests=registry.begin(job, named_metric),
         clock=clock,

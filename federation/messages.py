@@ -52,6 +52,7 @@ class FailureKind(StrEnum):
     INVALID = "invalid"  # wrong length, wrong model, wrong round
     AGGREGATOR = "aggregator"  # what the aggregator sent is wrong, not the site
     DUPLICATE = "duplicate"  # a second answer to the same task
+    SURPLUS = "surplus"  # its round asked more sites than it needed
     LATE = "late"  # an answer after its round had ended
     UNKNOWN = "unknown"  # an answer from a site that had no task
     LEAVING = "leaving"  # the site leaves the run; the message is a ``LeaveReason``

@@ -104,11 +104,14 @@ class Grid(Protocol):
         """
         ...
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         """Close tasks: those that have not been sent never will be.
 
-        An answer that arrives anyway is late. Tasks that are already closed do not
-        change.
+        An answer that arrives anyway is late, and brings no bytes of its task. Tasks
+        that are already closed do not change.
+
+        Returns:
+            The bytes that were sent for each task that is closed now.
         """
         ...
 
@@ -627,6 +630,32 @@ class RoundTime:
     train_seconds: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SiteHistory:
+    """What a site has done so far in a run.
+
+    Attributes:
+        asked: Rounds that asked it.
+        counted: Rounds whose model its update is a part of.
+        last_round: The newest round that asked it; 0 if none has.
+        loss: Mean loss in nats of the newest update's training; None if it is not
+            known, as with differential privacy.
+        predictions: How many predictions this is the mean of; 0 without a loss.
+        seconds: What its newest answer took, or how long it was waited for in vain;
+            None if it has not answered, and with differential privacy.
+    """
+
+    asked: int = 0
+    counted: int = 0
+    last_round: int = 0
+    loss: float | None = None
+    predictions: int = 0
+    seconds: float | None = None
+
+
+NEVER_ASKED = SiteHistory()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
     """A run's progress, without its model.
@@ -649,6 +678,7 @@ class RunProgress:
         times: What the newest of these rounds took: the next choice follows from it.
         site_times: What the newest rounds of each site took, if faster sites take more
             steps.
+        history: What each site has done, if samples of the sites follow it.
     """
 
     round_index: int
@@ -664,6 +694,7 @@ class RunProgress:
     steps_taken: int = 0
     times: tuple[RoundTime, ...] = ()
     site_times: Mapping[SiteId, tuple[RoundTime, ...]] = field(default_factory=dict)
+    history: Mapping[SiteId, SiteHistory] = field(default_factory=dict)
 
     def progress(self) -> Mapping[str, Any]:
         """Its fields by name, without those of a class that has more."""

@@ -7,6 +7,7 @@ from aggregator.methods import (
     chosen_steps,
     clipped_updates,
     counted,
+    history,
     kept_zeros,
     model_changes,
     selection,
@@ -24,6 +25,7 @@ SERVER_METHODS: Sequence[Begin] = (
     kept_zeros.begin,
     model_changes.begin,
     counted.begin,
+    history.begin,
 )
 
 

@@ -15,7 +15,7 @@ from federation.ids import RunId, SiteId
 from federation.job import code_files, job_digest, job_file
 from federation.job.adapter_ranks import contributors, fewest_contributors
 from federation.job.metrics import BUILT_IN, TRAINER, is_function
-from federation.job.spec import AggregationSpec, JobSpec
+from federation.job.spec import JobSpec
 from federation.rounds.local_work import bounds, is_by_capacity, leaves_steps_open
 from federation.vectors import Layout
 from federation.wire.frame import MAX_TEXT_CHARS
@@ -554,9 +554,11 @@ def _named_functions(job: JobSpec, *, loads_data: bool) -> list[tuple[str, str]]
         named.append(("data.source", job.data.source))
     # All texts that `import_factory` would take, wherever they are: our own functions
     # import names from their options, and a user's may do so.
-    # The aggregator alone calls `aggregation.combine`.
-    job = replace(job, aggregation=AggregationSpec())
-    texts = code_files.texts(job_file.document(job))
+    texts = [
+        (key, text)
+        for key, text in code_files.texts(job_file.document(job))
+        if key not in code_files.AGGREGATORS
+    ]
     return named + [(key, text) for key, text in texts if is_function(text)]
 
 

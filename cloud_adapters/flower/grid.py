@@ -7,8 +7,8 @@ is among them.
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeGuard
 
@@ -241,10 +241,14 @@ class FlowerGrid:
             now = self._clock.monotonic()
             self._pause(self._delivery.pause_seconds(now - begin, end - now))
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         """Close tasks, without a message to sites."""
+        closed: dict[TaskId, int] = {}
         for batch in self._batches:
-            self._late |= batch.withdraw(task_ids)
+            for asked, names in batch.withdraw(task_ids):
+                closed[asked.task_id] = asked.bytes_down
+                self._late |= dict.fromkeys(names, asked)
+        return closed
 
     def returned(
         self,
@@ -479,7 +483,8 @@ class FlowerGrid:
             return []
         asked.is_answered = True
         now = self._clock.monotonic()
-        return [asked.reply(answer, answered_seconds=now, bytes_up=bytes_up)]
+        late = asked.reply(answer, answered_seconds=now, bytes_up=bytes_up)
+        return [replace(late, bytes_down=0)]  # They were counted when it was closed.
 
     def _expire(self, batch: Batch) -> None:
         allowed = seconds = batch.deadline_seconds

@@ -189,21 +189,20 @@ class Batch:
         self.num_answered += not isinstance(reply.message, SiteFailure)
         return self._leave(question)
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> dict[str, QuestionNote]:
+    def withdraw(
+        self, task_ids: Collection[TaskId]
+    ) -> list[tuple[QuestionNote, Collection[str]]]:
         """Close tasks.
 
         Returns:
-            Their messages that may still be replied to.
+            Each that was sent, and its messages that may still be replied to.
         """
         found = [i for i, task_id in enumerate(self.task_ids) if task_id in task_ids]
         places = {i for i in found if i >= self.next_index}
         self.waiting = deque(one for one in self.waiting if one[0] not in places)
         self.landed |= dict.fromkeys(places)
         questions = [self.open[place] for place in places & self.open.keys()]
-        left: dict[str, QuestionNote] = {}
-        for question in questions:
-            left |= self._leave(question)
-        return left
+        return [(one.asked, self._leave(one).keys()) for one in questions]
 
     def _leave(self, question: Question) -> dict[str, QuestionNote]:
         self.open.pop(question.index, None)

@@ -276,19 +276,23 @@ class InProcessGrid(Closing):
                         return replies
                     self._await_replies(seconds_left)
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         """Close tasks; a site at work on one has until its deadline."""
+        closed: dict[TaskId, int] = {}
         with self._lock:
             for batch in self._batches:
                 for slot in batch.slots:
                     slot.left = slot.task_id in task_ids
-                    slot.replies = None if slot.left else slot.replies
+                    if slot.left:
+                        slot.replies = None
+                        closed[slot.task_id] = slot.bytes_down
                 num_held = len(batch.slots) - len(batch.waiting)
                 batch.slots = deque(s for s in batch.slots if not s.left)
                 batch.waiting = deque(s for s in batch.waiting if not s.left)
                 self._num_held -= num_held - len(batch.slots) + len(batch.waiting)
             self._batches = [batch for batch in self._batches if batch.slots]
             self._to_work.notify_all()
+        return closed
 
     def _check_open(self) -> None:
         if not self._open:
@@ -446,7 +450,7 @@ class InProcessGrid(Closing):
             if not in_time or slot.given_up or slot.left:
                 # After the word that the deadline has passed, if that was not taken.
                 told = self._late if slot.replies is None else slot.replies
-                told.extend(late_word(replies, is_withdrawn=slot.left))
+                told.extend(late_word(replies))
             self._announce()
             self._to_work.notify()
             return not slot.given_up
@@ -503,15 +507,14 @@ def _reply(slot: _Errand, message: SiteMessage, bytes_up: int, now: float) -> Re
     )
 
 
-def late_word(replies: Iterable[Reply], *, is_withdrawn: bool) -> Iterator[Reply]:
+def late_word(replies: Iterable[Reply]) -> Iterator[Reply]:
     """Note that answers came late, and drop their updates.
 
-    The task's bytes were counted when its deadline passed, unless it was withdrawn
-    before. What was a failure anyway is not reported twice.
+    The task's bytes were counted when its deadline passed, or when it was withdrawn.
+    What was a failure anyway is not reported twice.
     """
     for reply in replies:
         message = reply.message
         if not isinstance(message, SiteFailure):
             late = failure(message, FailureKind.LATE, "answered after its deadline")
-            bytes_down = reply.bytes_down if is_withdrawn else 0
-            yield replace(reply, message=late, bytes_down=bytes_down)
+            yield replace(reply, message=late, bytes_down=0)

@@ -95,6 +95,7 @@ class RelayedGrid:
         self._alone: dict[TaskId, TaskId] = {}  # Outer ids by inner ones.
         self._batch_of: dict[TaskId, _RelayedBatch] = {}  # By inner id.
         self._open: set[TaskId] = set()
+        self._bytes_down: dict[TaskId, int] = {}  # Of those behind relays.
         self._events: list[tuple[float, int, Callable[[], deque[Reply]]]] = []
 
     def returned(
@@ -145,20 +146,23 @@ class RelayedGrid:
                 break
         return deque()
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         """Close tasks; see ``Grid``."""
-        gone = {*task_ids}
+        gone = {*task_ids} & self._open
         inner = [one for one, outer in self._alone.items() if outer in gone]
         for one, batch in self._batch_of.items():
             if batch.inner[one] in gone:
                 inner.append(one)
-        self._grid.withdraw(inner)
+        sent = self._grid.withdraw(inner)
+        closed = {one: self._bytes_down[one] for one in gone & self._bytes_down.keys()}
+        closed |= {self._alone[o]: n for o, n in sent.items() if o in self._alone}
         for one in inner:
             self._alone.pop(one, None)
             self._batch_of.pop(one, None)
         self._open -= gone
         self._queue = deque(b for b in self._queue if self._open & b.tasks.keys())
         self._release()
+        return closed
 
     def _at(self, seconds: float, happen: Callable[[], deque[Reply]]) -> None:
         heapq.heappush(self._events, (seconds, next(self._order), happen))
@@ -168,6 +172,7 @@ class RelayedGrid:
         first, now = next(iter(tasks.values())), self._clock.monotonic()
         relay = self._relay_of[first.site]
         sizes = dict(zip(tasks, down_sizes([*tasks.values()]), strict=True))
+        self._bytes_down |= sizes
         batch = _RelayedBatch(
             relay=relay,
             tasks=tasks,
@@ -272,6 +277,8 @@ class RelayedGrid:
     def _settle(self, replies: deque[Reply]) -> deque[Reply]:
         found = deque(one for one in replies if one.task_id in self._open)
         self._open.difference_update(one.task_id for one in found)
+        for one in replies:
+            self._bytes_down.pop(one.task_id, None)
         return found
 
     def _fail(self, batch: _RelayedBatch, kind: FailureKind, text: str) -> deque[Reply]:

@@ -103,9 +103,9 @@ class TranscriptGrid:
             self._note(FROM, reply.message)
         return replies
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         """Close tasks; see ``Grid``."""
-        self._grid.withdraw(task_ids)
+        return self._grid.withdraw(task_ids)
 
     def returned(
         self, sites: Collection[SiteId], round_index: int

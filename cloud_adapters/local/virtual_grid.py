@@ -113,7 +113,6 @@ class VirtualGrid:
         self._fault = fault
         self.returned = returned
         self._open: dict[TaskId, tuple[Task, Reply]] = {}
-        self._withdrawn: set[TaskId] = set()
         self._events: list[tuple[float, int, Callable[[], deque[Reply]]]] = []
         self._order = count()  # Of events at the same time: that of their making.
         self._num_sent = 0
@@ -146,11 +145,10 @@ class VirtualGrid:
             self._clock.wait_until(end)
         return deque()
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         """Close tasks; a site that has started continues, and its answer is late."""
-        for task_id in task_ids:
-            if self._open.pop(task_id, None) is not None:
-                self._withdrawn.add(task_id)
+        closed = [task_id for task_id in task_ids if task_id in self._open]
+        return {task_id: self._open.pop(task_id)[1].bytes_down for task_id in closed}
 
     def _at(self, seconds: float, happen: Callable[[], deque[Reply]]) -> None:
         heapq.heappush(self._events, (seconds, next(self._order), happen))
@@ -181,6 +179,10 @@ class VirtualGrid:
             return deque()  # Withdrawn, or overdue before it came there.
         task, missed = self._open[task_id]
         machine, now = self._machines[task.site], self._clock.monotonic()
+        if machine.clock.monotonic() > now:
+            # At work on a task that nobody waits for. This one may be withdrawn, too.
+            self._at(machine.clock.monotonic(), lambda: self._work(task_id))
+            return deque()
         left = math.inf
         if machine.absences is not None:
             left, _ = machine.absences.next(now)
@@ -217,5 +219,4 @@ class VirtualGrid:
         """Pass on the answers to a task; of late ones only a note."""
         if self._open.pop(task_id, None) is not None:
             return deque(replies)
-        is_withdrawn = task_id in self._withdrawn
-        return deque(late_word(replies, is_withdrawn=is_withdrawn))
+        return deque(late_word(replies))

@@ -43,8 +43,8 @@ class Lines(Protocol):
         """Wait for replies: that of a relay has all its messages."""
         ...
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
-        """Close tasks."""
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
+        """Close tasks, and return the bytes that were sent for each."""
         ...
 
     def returned(
@@ -145,9 +145,14 @@ class RelayLines:
                 found.extend(self._opened(came.popleft()))
         return found
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
-        """Close tasks; a relay's are open until the last of them is closed."""
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
+        """Close tasks; a relay's are open until the last of them is closed.
+
+        The bytes of all of these are returned with one of them.
+        """
         gone = {*task_ids}
+        outer = {one: ours for one, ours in self._alone.items() if ours in gone}
+        outer |= {one: next(iter(b.ids)) for one, b in self._bundles.items()}
         left = (each for each in self._not_asked if each.task_id not in gone)
         self._not_asked = deque(left)
         inner = [one for one, ours in self._alone.items() if ours in gone]
@@ -158,7 +163,7 @@ class RelayLines:
             if not bundle.open:
                 inner.append(one)
                 del self._bundles[one]
-        self._lines.withdraw(inner)
+        return {outer[one]: n for one, n in self._lines.withdraw(inner).items()}
 
     def _absence(self, task_id: TaskId, task: Task) -> Reply:
         now = self._now()

@@ -107,6 +107,7 @@ def _check_job(options: argparse.Namespace) -> int:
             federation = wiring.build_federation(job)
         initial_weights(job, federation.pool)
         wiring.rule_of(job)
+        wiring.cohorts_of(job)
         found = job_check.forecast(federation, options.clock, options.speeds)
         num_read, num_records = check_first_batches(federation)
     dealt = wiring.data_distributed(federation, at=options.clock.now())

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from aggregator import sampling
 from aggregator.combine import combine_rule
 from aggregator.exact_adapters import ExactAdapters
 from aggregator.weighting import SignedCounts, sums_fault, weight_of
@@ -176,6 +177,16 @@ def rule_of(job: JobSpec) -> CombineRule:
     """
     key = "aggregation.combine"
     return combine_rule(job.aggregation, partial(import_factory, key=key))
+
+
+def cohorts_of(job: JobSpec) -> sampling.Draw:
+    """Return what draws a job's cohorts, which may be a function of the user's.
+
+    Raises:
+        JobError: It cannot be imported.
+    """
+    key = "schedule.sampling"
+    return sampling.cohorts_of(job, partial(import_factory, key=key))
 
 
 def plain_gather(

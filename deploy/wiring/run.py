@@ -17,7 +17,6 @@ from aggregator.combine import combine_rule
 from aggregator.group_sums import GroupGather
 from aggregator.methods import registry
 from aggregator.relay import PlainRelay, SecureRelay
-from aggregator.sampling import draw_cohort
 from aggregator.secure_sum import SecureGather
 from aggregator.weighting import SignedCounts, weight_of
 from clients.models.starting_weights import initial_weights
@@ -326,7 +325,7 @@ class Run:
             gather=gather,
             initial_state=initial_state,
             checkpoints=self.checkpoints(),
-            draw_cohort=draw_cohort,
+            draw_cohort=wiring.cohorts_of(self.federation.job),
             optimizer=optimizer,
             guests=registry.begin(self.federation.job, named_metric),
             clock=self.clock,

@@ -20,6 +20,9 @@ from federation.errors import JobError, os_errors
 # Folders in which this process and its children look for such files.
 FOLDERS = "CROSSFED_CODE"
 
+# Keys whose functions the aggregator alone calls.
+AGGREGATORS = ("aggregation.combine", "schedule.sampling")
+
 _FORM = re.compile(r"((?:\.{1,2}/|/)[^@:\0]*\.py)(?:@([0-9a-f]{64}))?:([A-Za-z_]\w*)")
 
 Sources = Mapping[str, tuple[str, bytes]]
@@ -172,9 +175,8 @@ def check_present(document: Mapping[str, Any], folder: Path) -> None:
         try:
             file.sources(folder)
         except JobError as error:
-            # The aggregator alone calls its combine rule.
             places = "aggregator.toml"
-            places += "" if key == "aggregation.combine" else " and each site.toml"
+            places += "" if key in AGGREGATORS else " and each site.toml"
             advice = f"put the file beside {places}"
             raise JobError(f"{error.reason}: {advice}", key=key) from error
 

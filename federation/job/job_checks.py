@@ -30,10 +30,11 @@ from federation.job.site_checks import (
 )
 from federation.job.spec import JobSpec
 from federation.methods.capacity import CAPACITY
-from federation.methods.combining import ROBUST
+from federation.methods.combining import FAIR, ROBUST, UTILITY
 from federation.methods.local_work import CHOSEN_STEPS
 
 RULES = (*MEANS, *map(str, ROBUST.on))
+SAMPLING = ("uniform", *map(str, (*FAIR.on, *UTILITY.on)))
 SCHEDULES = ("constant", "linear", "cosine")
 # The first four have keys of their own. Not here: LBFGS, which calls the model several
 # times a step, and SparseAdam, whose gradients cannot be clipped.
@@ -219,7 +220,8 @@ def _check_combining(job: JobSpec) -> list[JobError]:
     buffer, secure = job.buffer_size or 0, job.privacy.secure_aggregation.enabled
     quorum = "privacy.secure_aggregation.threshold" if secure else "minimum_sites"
     fewest, groups = job.minimum_sites, job.privacy.secure_aggregation.groups
-    is_robust, cohort = rule in ROBUST.on, job.cohort_size
+    is_robust, cohort = rule in ROBUST.on, job.sites_per_round
+    sampling = job.schedule.sampling
     needed = 2 * bad + (3 if rule in {"krum", "multi_krum"} else 1) if is_robust else 0
     rules = {
         f"schedule.sites_per_round: cannot draw {cohort} of {len(job.sites)} "
@@ -233,6 +235,9 @@ def _check_combining(job: JobSpec) -> list[JobError]:
         "schedule.grace: has no effect, since a round needs all its sites: set "
         f"{quorum}, or remove this key": (
             job.schedule.grace is not None and not buffer and fewest == cohort
+        ),
+        f"schedule.sampling: {_unknown(sampling, SAMPLING)}": not (
+            sampling in SAMPLING or is_function(sampling)
         ),
         f"aggregation.combine: {_unknown(rule, RULES)}": not (
             rule in RULES or is_function(rule)

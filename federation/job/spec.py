@@ -8,6 +8,7 @@ in one value is refused by ``job_checks``. The ``[privacy]`` tables are in
 ``selection_job``, a site's ``flower_app`` in ``flower_app_job``.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from federation.job.storage_job import StorageSpec
 
 MAX_ROUNDS = 10**9
 GOOD_SHARE = 0.97  # Of its time that a site trains, where machines are dear.
+_ROUNDING = 1e-9  # 1.1 times 10 is 11, and a little more in float64.
 DEFAULT_CLIP_NORM = 10.0  # of an update under secure aggregation
 
 
@@ -453,7 +455,15 @@ class ScheduleSpec:
             part of the time that it has taken so far, and at least a second. Then it
             ends without them. Default: it waits until the deadline.
         max_lost_rounds: The run stops after this many lost rounds in a row.
-        sites_per_round: Number of sites drawn at random for each round; all by default.
+        sites_per_round: Number of sites that a round needs, of those that `sampling`
+            draws for it; all by default.
+        sampling: How they are drawn. `uniform`: each set is equally likely. `fair`:
+            those first whose updates counted least often. `utility`: mostly those with
+            a high training loss that are fast enough, and in a part of the places those
+            that were not asked for longest. Or a function of yours that chooses, as
+            `module:function`. The last three remember what sites did.
+        over_selection: Ask this many times `sites_per_round` sites, such as 1.3, and
+            end the round with the first `sites_per_round` answers.
         allocation: `static`: every site does the same local work. `capacity`: the
             aggregator measures how fast each site is, and gives faster ones more local
             steps, so that all end a round together: `training.local_steps` on average,
@@ -480,6 +490,8 @@ class ScheduleSpec:
     grace: float | None = key(default=None, low=0.0)
     max_lost_rounds: int = key(default=3, low=1)
     sites_per_round: int | None = key(default=None, low=1)
+    sampling: str = key(default="uniform")
+    over_selection: float | None = key(default=None, above=1.0, high=10.0)
     allocation: str = key(default="static", choices=("static", "capacity"))
     local_work: str = key(default="fixed", choices=("fixed", "auto"))
     max_local_steps: int | None = key(default=None, low=2)
@@ -737,7 +749,7 @@ class JobSpec:
         secure = self.privacy.secure_aggregation
         if secure.enabled:
             return secure.threshold or len(self.sites)
-        return self.buffer_size or self.schedule.minimum_sites or self.cohort_size
+        return self.buffer_size or self.schedule.minimum_sites or self.sites_per_round
 
     @property
     def buffer_size(self) -> int | None:
@@ -800,4 +812,15 @@ class JobSpec:
     @property
     def cohort_size(self) -> int:
         """How many sites a round asks."""
+        asked = self.sites_per_round * (self.schedule.over_selection or 1.0)
+        return min(len(self.sites), math.ceil(asked - _ROUNDING))
+
+    @property
+    def enough_answers(self) -> int | None:
+        """Answers that end a round which asks more sites; None if none does."""
+        return None if self.schedule.over_selection is None else self.sites_per_round
+
+    @property
+    def sites_per_round(self) -> int:
+        """How many answers a round has if nobody fails."""
         return self.schedule.sites_per_round or len(self.sites)

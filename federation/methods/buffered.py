@@ -18,7 +18,9 @@ BUFFERED = Method(
     excludes={
         "a secure sum opens once for one group of sites, and a buffer holds whoever "
         "comes first": Thing.SECURE,
-        "every site that is idle gets the newest model": Thing.SAMPLES,
+        "every site that is idle gets the newest model": (
+            *(Thing.SAMPLES, Thing.REMEMBERING, Thing.OVER_SELECTION),
+        ),
         "a relay waits for all its sites": Thing.RELAYS,
         "rounds have no length of their own to measure": Thing.CHOSEN_STEPS,
         "no site waits, so that there is nothing to overlap": Thing.OVERLAP,

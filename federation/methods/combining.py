@@ -8,6 +8,50 @@ SAMPLES = Method(
     always_decides=True,
     private_because="a site that is asked has noise of its own, and is charged",
 )
+_NO_CHOICE = (
+    "there is nothing to choose where a round asks all sites: set "
+    "schedule.sites_per_round"
+)
+REMEMBERING = Method(
+    name=Thing.REMEMBERING,
+    key="schedule.sampling",
+    instead='use "uniform"',
+    excludes={_NO_CHOICE: Thing.ALL_ASKED},
+    private_because=(
+        "it counts only which sites were asked and which updates counted; every site "
+        "that is asked is charged, and no round is claimed to hide who was"
+    ),
+)
+FAIR = Method(
+    name=Thing.FAIR,
+    key="schedule.sampling",
+    on=("fair",),
+    instead='use "uniform"',
+    private_because="as all samples that follow what sites did",
+)
+UTILITY = Method(
+    name=Thing.UTILITY,
+    key="schedule.sampling",
+    on=("utility",),
+    instead='use "uniform" or "fair"',
+    excludes={
+        "it ranks sites by losses and times of their own records, which differential "
+        "privacy hides, and such a cohort would reveal something about "
+        "them": Thing.PRIVACY,
+    },
+)
+OVER_SELECTION = Method(
+    name=Thing.OVER_SELECTION,
+    key="schedule.over_selection",
+    excludes={
+        _NO_CHOICE: Thing.ALL_ASKED,
+        "it leaves out slow sites, and this is to count them as often as others: use "
+        "schedule.grace": Thing.FAIR,
+    },
+    private_because=(
+        "a site is charged before its work, whether or not its update is used"
+    ),
+)
 CODECS_UP = Method(
     name=Thing.CODECS_UP,
     key="communication.codec.name",

@@ -8,8 +8,12 @@ from federation.methods.capacity import CAPACITY
 from federation.methods.combining import (
     CODECS_UP,
     DYNAMIC_WEIGHTS,
+    FAIR,
+    OVER_SELECTION,
+    REMEMBERING,
     ROBUST,
     SAMPLES,
+    UTILITY,
 )
 from federation.methods.control_variates import CONTROL_VARIATES
 from federation.methods.differential_privacy import (
@@ -43,7 +47,8 @@ METHODS: tuple[Method, ...] = (
     *(OVERLAP, CHOSEN_STEPS, LARGER_STEPS),
     *(FLOAT16, KEPT_OPTIMIZER, KEPT_ZEROS, FEWER_RANKS),
     *(PERSONAL, CLUSTERS, USERS_LOOP, FLOWER_APPS),
-    *(RELAYS, SAMPLES, CODECS_UP, DYNAMIC_WEIGHTS, ROBUST),
+    *(RELAYS, SAMPLES, REMEMBERING, FAIR, UTILITY, OVER_SELECTION),
+    *(CODECS_UP, DYNAMIC_WEIGHTS, ROBUST),
     *(BUFFERED, CAPACITY),
     *(BEST_MODEL, EARLY_STOPPING, EMA, SWA),
     *(SECURE, GROUPS, LEVELS, ELEMENT_BOUND),

@@ -26,6 +26,11 @@ SECURE = Method(
         'aggregation.weights = "examples"': Thing.DYNAMIC_WEIGHTS,
         "every site takes part in every round: remove "
         "schedule.sites_per_round": Thing.SAMPLES,
+        "cohorts that follow what single sites did differ by few sites, and so the "
+        "difference of two sums is their updates": Thing.REMEMBERING,
+        "sums of whoever answers first differ by few sites: use "
+        "privacy.secure_aggregation.threshold and schedule.grace, to which sites "
+        "agree": Thing.OVER_SELECTION,
         "a maximum cannot be computed without seeing each site's value: use keep or "
         "from_server in model.integer_buffers": Thing.MAX_BUFFERS,
         "the aggregator needs each site's factors, and secure aggregation shows it "

@@ -38,6 +38,7 @@ from federation.messages import LedgerAnchor, TaskKind, join_anchors
 from federation.protocols import (
     Checkpoints,
     Clock,
+    RunProgress,
     RunState,
     ServerOptimizer,
 )
@@ -64,7 +65,7 @@ class ServerParts:
         gather: How the cohort's work becomes one update: in the clear, or in secret.
         initial_state: Makes the state before the first round.
         checkpoints: Durable states.
-        draw_cohort: Who is asked in a round: a function of job and round index.
+        draw_cohort: Who is asked in the round after a state, that begins at a time.
         optimizer: The combined update to new weights.
         guests: The job's methods, in the order in which they change a model.
         clock: Time.
@@ -85,7 +86,7 @@ class ServerParts:
     gather: Gather
     initial_state: Callable[[], RunState]
     checkpoints: Checkpoints
-    draw_cohort: Callable[[JobSpec, int], Sequence[SiteId]]
+    draw_cohort: Callable[[RunProgress, float], Sequence[SiteId]]
     optimizer: ServerOptimizer
     guests: Sequence[ServerGuest]
     clock: Clock
@@ -195,7 +196,7 @@ def _is_stopped(job: JobSpec, parts: ServerParts, state: RunState) -> bool:
     end, told = parts.clock.monotonic() + job.schedule.round_deadline_seconds, ""
     while parts.waits and not parts.stop_requested():
         index = state.round_index + 1
-        members, _ = _cohort(parts, state, parts.draw_cohort(job, index))
+        members, _ = _cohort(parts, state)
         absent = members.asked_in_vain(state.members)
         if not absent or parts.clock.monotonic() >= end:
             break
@@ -220,7 +221,7 @@ def _run_round(
     Raises:
         BudgetExceeded: Too few sites have the privacy budget for the round.
     """
-    record = _open(job, parts, state, parts.draw_cohort(job, state.round_index + 1))
+    record = _open(job, parts, state)
     for guest in parts.guests:
         guest.before_round_(record)
     # Values too large for float32 become infinite, which is looked for below.
@@ -247,7 +248,7 @@ def _open(
     job: JobSpec,
     parts: ServerParts,
     state: RunState,
-    drawn: Sequence[SiteId],
+    drawn: Sequence[SiteId] | None = None,
     *,
     kind: TaskKind = TaskKind.TRAIN,
     skip: int = 0,
@@ -271,12 +272,16 @@ def _open(
 
 
 def _cohort(
-    parts: ServerParts, state: RunState, drawn: Sequence[SiteId]
+    parts: ServerParts, state: RunState, drawn: Sequence[SiteId] | None = None
 ) -> tuple[Members, tuple[SiteId, ...]]:
     """See who takes part in the next round, and whom of the drawn sites it asks."""
     gone = state.members.standing(Standing.GONE)
     back = parts.returned(gone.keys(), state.round_index + 1) if gone else ()
-    return parts.gather.cohort(state.members.replaced(back), drawn)
+    members = state.members.replaced(back)
+    if drawn is None:
+        seen = replace(state, members=members)
+        drawn = parts.draw_cohort(seen, parts.clock.now())
+    return parts.gather.cohort(members, drawn)
 
 
 def _out_of_budget(verdicts: RoundVerdicts) -> BudgetExceeded:

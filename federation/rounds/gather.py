@@ -6,7 +6,7 @@ every update; the gather of ``aggregator.secure_sum`` learns their sum and nothi
 Shape suffixes: d float values of the model.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -89,11 +89,14 @@ def whole_sums(
         else:
             parts = open_sums.setdefault(through, [])
             parts.append((answer, reply))
+            record.pending.add(answer.site)
             if len(parts) < len(through.sites):
                 continue
+            record.pending.difference_update(through.sites)
             del open_sums[through]
         del answer, reply, through
         yield parts
+    record.pending.clear()
     for left in open_sums.values():
         _refuse_incomplete(left, record)
 
@@ -245,15 +248,15 @@ class PlainGather:
 
     def evaluation(self, record: RoundRecord) -> None:
         """Evaluate; see ``Gather``."""
-        given_up = {(task.site, task.round_index) for task in self._dispatcher.open}
-        self._dispatcher.withdraw()
+        for task, num_bytes in self._dispatcher.withdraw(as_surplus=True).items():
+            record.give_up(task.site, num_bytes)
         replies = exchange(
             self.grid,
             round_tasks(record, held=self._held),
             deadline_seconds=self.job.schedule.round_deadline_seconds,
         )
-        asked = _without(given_up, replies, record)
-        record.collect_evaluations(self._faultless(asked, record))
+        labelled = map(self._dispatcher.labelled, replies)
+        record.collect_evaluations(self._faultless(labelled, record))
 
     def _faultless(
         self, replies: Iterable[Reply], record: RoundRecord
@@ -292,7 +295,7 @@ class PlainGather:
                 begin=record.clock.monotonic(),
             ),
             write=lambda sites: round_tasks(record, sites=sites, held=self._held),
-            num_counted=lambda: verdicts.num_answered,
+            tally=record,
             now=record.clock.monotonic,
         )
         sound = record.sound(self._faultless(replies, record), SiteUpdate)
@@ -359,19 +362,6 @@ class PlainGather:
                 f"is based on the model of round {update.based_on}, which is too old"
             )
         return share
-
-
-def _without(
-    given_up: Collection[tuple[SiteId, int]],
-    replies: Iterable[Reply],
-    record: RoundRecord,
-) -> Iterator[Reply]:
-    """Drop answers to tasks that the run no longer needs: nobody has failed."""
-    for reply in replies:
-        if (reply.message.site, reply.message.round_index) in given_up:
-            record.sums.add_bytes(reply)
-        else:
-            yield reply
 
 
 def round_tasks(

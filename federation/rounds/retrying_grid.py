@@ -5,8 +5,8 @@ round begins. Where enough other sites answer, no one waits for it. Where they d
 that round would be lost within a second, and so would those that follow.
 """
 
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from federation.ids import SiteId, TaskId
@@ -119,17 +119,22 @@ class RetryingGrid:
                 # The grid waits for nothing: it has returned immediately.
                 self._clock.sleep(min(wait, _LOOK_SECONDS))
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         """Close tasks; see ``Grid``."""
         chosen = set(task_ids)
         sent_again = [new for new, old in self._first_ids.items() if old in chosen]
-        self._grid.withdraw([*chosen, *sent_again])
+        closed = Counter[TaskId]()
+        for task_id, num_bytes in self._grid.withdraw([*chosen, *sent_again]).items():
+            closed[self._first_ids.get(task_id, task_id)] += num_bytes
         for call in self._calls:
             for task_id in chosen & call.tasks.keys():
                 del call.tasks[task_id]
                 call.open.discard(task_id)
-                call.busy.pop(task_id, None)
+                closed[task_id] += self._bytes_down.pop(task_id, 0)
+                if task_id in call.busy:
+                    closed[task_id] += call.busy.pop(task_id).bytes_down
         self._forget()
+        return closed
 
     def _taken(self, replies: deque[Reply]) -> deque[Reply]:
         """Keep answers that a site is busy; pass on the rest."""

@@ -68,8 +68,10 @@ class RoundEvents:
             )
         )
 
-    def failed(self, failure: SiteFailure, reply: Reply | None) -> None:
-        """Emit ``SiteFailed``; without a reply if there was none."""
+    def failed(
+        self, failure: SiteFailure, reply: Reply | None, *, bytes_down: int = 0
+    ) -> None:
+        """Emit ``SiteFailed``; if there was no reply, with the bytes of the task."""
         now = self.clock.monotonic()
         # A late answer is to a task of an earlier round, and none may never be asked.
         asked = self.start if reply is None else max(self.start, reply.asked_seconds)
@@ -83,7 +85,7 @@ class RoundEvents:
                 message=failure.message,
                 asked_seconds=asked - self.start,
                 answered_seconds=answered - self.start,
-                bytes_down=0 if reply is None else reply.bytes_down,
+                bytes_down=bytes_down if reply is None else reply.bytes_down,
                 bytes_up=0 if reply is None else reply.bytes_up,
             )
         )

@@ -18,6 +18,7 @@ from federation.messages import (
     FailureKind,
     LeaveReason,
     MaskedUpdate,
+    MetricSums,
     Reply,
     SecureAnswer,
     SecureStep,
@@ -71,7 +72,12 @@ class RoundRecord:
         counted: For each site whose update has a weight, the round of its task.
         steps: Local steps of the run that sites take; None for the job's number.
         steps_of: Those of each site, if sites take different numbers of steps.
-        times: What each site's answer that counts took, if they take different numbers.
+        times: What each site's answer that counts took.
+        training: Sums of the training of each update that counts, if sites report it.
+        pending: Sites whose answers are in a relay's sum that is not complete.
+        withdrawn: For each site whose task was closed without an answer, the bytes
+            that were sent for it.
+        has_enough: Whether nobody needs the answers of these.
         late: For how many seconds each site that missed the deadline was waited for.
         is_usual: Whether it exchanges what most rounds do. Those that set up keys, or
             have no scale of the levels yet, take longer for as many steps.
@@ -92,6 +98,10 @@ class RoundRecord:
     steps: range | None = field(init=False, default=None)
     steps_of: dict[SiteId, range] = field(init=False, default_factory=dict)
     times: dict[SiteId, RoundTime] = field(init=False, default_factory=dict)
+    training: dict[SiteId, MetricSums] = field(init=False, default_factory=dict)
+    pending: set[SiteId] = field(init=False, default_factory=set)
+    withdrawn: dict[SiteId, int] = field(init=False, default_factory=dict)
+    has_enough: bool = field(init=False, default=False)
     late: dict[SiteId, float] = field(init=False, default_factory=dict)
     is_usual: bool = field(init=False, default=True)
 
@@ -156,15 +166,32 @@ class RoundRecord:
             # The caller is done with this update: let its memory go before the
             # next one lands.
             del reply, message
-        for failure in self.verdicts.close():
+        for failure in self.verdicts.close(has_enough=self.has_enough):
             self._note_failure(failure, None)
         self.sums.end_phase("exchange")
 
     def _note_failure(self, failure: SiteFailure, reply: Reply | None) -> None:
-        if failure.kind is FailureKind.DEADLINE:
+        if failure.kind is FailureKind.DEADLINE or (
+            failure.kind is FailureKind.SURPLUS and reply is None
+        ):
             since = self.sums.start if reply is None else reply.asked_seconds
             self.late[failure.site] = self.clock.monotonic() - since
-        self.events.failed(failure, reply)
+        bytes_down = 0 if reply else self.withdrawn.pop(failure.site, 0)
+        self.sums.bytes_down += bytes_down
+        self.events.failed(failure, reply, bytes_down=bytes_down)
+
+    @property
+    def num_usable(self) -> int:
+        """Answers that count by now; see ``Tally``."""
+        return self.verdicts.num_answered - len(self.pending)
+
+    def is_usable(self, site: SiteId) -> bool:
+        """Whether an answer of a site is among them."""
+        return site in self.verdicts.answered and site not in self.pending
+
+    def give_up(self, site: SiteId, bytes_down: int) -> None:
+        """Record a task of an earlier round that nobody needs any more."""
+        self.events.failed(self.verdicts.surplus(site), None, bytes_down=bytes_down)
 
     def count(self, update: SiteUpdate, reply: Reply, weight: float) -> None:
         """Add the report of a sound update, which counts ``weight``."""
@@ -172,13 +199,14 @@ class RoundRecord:
             self.counted[update.site] = update.round_index
         self.sums.add_update(update, is_fresh=update.based_on == self.state.round_index)
         self.sums.last_trained = trained = _train_seconds(update)
-        if self.steps_of:
-            self.times[update.site] = RoundTime(
-                round_index=update.round_index,
-                num_steps=update.num_steps,
-                seconds=reply.answered_seconds - reply.asked_seconds,
-                train_seconds=trained,
-            )
+        if update.training is not None:
+            self.training[update.site] = update.training
+        self.times[update.site] = RoundTime(
+            round_index=update.round_index,
+            num_steps=update.num_steps,
+            seconds=reply.answered_seconds - reply.asked_seconds,
+            train_seconds=trained,
+        )
         self.events.answered(update, reply, weight)
 
     def count_masked(self, update: MaskedUpdate, reply: Reply) -> None:

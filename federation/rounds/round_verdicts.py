@@ -25,7 +25,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Suspicions
-from federation.rounds.schedule import OpenTask
+from federation.rounds.schedule import SURPLUS, OpenTask
 from federation.vectors import Layout
 
 _INT64 = np.dtype(np.int64)
@@ -113,6 +113,8 @@ class RoundVerdicts:
             what is wrong with it.
         """
         failure = self._judge_stray(message)
+        if isinstance(message, SiteFailure) and message.kind is FailureKind.SURPLUS:
+            failure = failure and message
         if failure is None:
             _, based_on = self._open.pop(message.site)
             failure = self._judge_answer(message, based_on)
@@ -164,18 +166,27 @@ class RoundVerdicts:
         """Count an answer to a step that may not be used."""
         return self._count(self._failure(site, kind, f"{step.value}: {reason}"))
 
-    def close(self) -> list[SiteFailure]:
-        """End the round: every site that is still open has missed the deadline."""
-        text = "gave no valid answer"
+    def close(self, *, has_enough: bool = False) -> list[SiteFailure]:
+        """End the round: every site that is still open has missed the deadline.
+
+        Unless the round asked it only to be sure of enough answers, and has these.
+        """
         for task in self._carried:
             self._open.pop(task.site, None)
         missing = [
-            self._count(self._failure(site, FailureKind.DEADLINE, text))
+            self.surplus(site)
+            if has_enough
+            else self._failure(site, FailureKind.DEADLINE, "gave no valid answer")
             for site in self._open
         ]
+        missing = [self._count(failure) for failure in missing]
         self._overdue.update(self._open)
         self._open.clear()
         return missing
+
+    def surplus(self, site: SiteId) -> SiteFailure:
+        """Say of a site that others had answered before it."""
+        return self._failure(site, FailureKind.SURPLUS, SURPLUS)
 
     def _count(self, failure: SiteFailure) -> SiteFailure:
         self._failed[failure.kind] += 1

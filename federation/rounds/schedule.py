@@ -6,14 +6,17 @@ says what to do next. ``Dispatcher`` does it. The synchronous round of FedAvg is
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from federation.ids import SiteId, TaskId
 from federation.job.spec import JobSpec
-from federation.messages import Reply, RoundTask
+from federation.messages import FailureKind, Reply, RoundTask
 from federation.protocols import Grid
+from federation.rounds.failures import failure
+
+SURPLUS = "others had answered already"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +91,11 @@ class Apply:
 
     Attributes:
         gives_up: Whether open tasks are closed; else they stay open.
+        has_enough: Whether that is because nobody needs their answers, late or not.
     """
 
     gives_up: bool = False
+    has_enough: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +143,33 @@ class Barrier:
         quorum: Answers after which the others are late.
         grace: How much longer to wait for them, as a part of what the quorum took; None
             to wait until the grid gives them up.
+        enough: Answers after which none of the others is waited for; None for all. With
+            more sites asked than that, this is the over-selection of Bonawitz et al.
+            2019, arXiv:1902.01046, section 4.3.
     """
 
     quorum: int = 0
     grace: float | None = None
+    enough: int | None = None
 
     def next(self, state: ScheduleView, inbox: Sequence[Arrival], now: float) -> Action:
         """Send once a round, wait while a task is open and the grace lasts, apply."""
         if state.round_index > state.rounds:
             return Done()
         if state.open:
+            if self._has_enough(inbox):
+                return Apply(gives_up=True, has_enough=True)
             until = self._until(state, inbox)
             if until is None or now < until:
                 return Wait(until)
             return Apply(gives_up=True)
         return Apply() if inbox or not state.cohort else Send(state.cohort)
+
+    def _has_enough(self, inbox: Sequence[Arrival]) -> bool:
+        enough = self.enough
+        if enough is None or len(inbox) < enough:
+            return False
+        return sum(arrival.counts for arrival in inbox) >= enough
 
     def _until(self, state: ScheduleView, inbox: Sequence[Arrival]) -> float | None:
         """When the grace ends; None as long as too few answers count."""
@@ -198,7 +215,8 @@ class Buffered:
         if state.round_index > state.rounds:
             return Done()
         if sum(arrival.counts for arrival in inbox) >= self.size:
-            return Apply()
+            is_last = state.round_index == state.rounds
+            return Apply(gives_up=is_last, has_enough=is_last)
         busy = {task.site for task in state.open}
         busy |= {arrival.task.site for arrival in inbox}
         idle = [site for site in state.cohort if site not in busy]
@@ -214,7 +232,11 @@ class Buffered:
 def schedule_of(job: JobSpec) -> Schedule:
     """Return the schedule that a job asks for."""
     if job.buffer_size is None:
-        return Barrier(quorum=job.minimum_sites, grace=job.schedule.grace)
+        return Barrier(
+            quorum=job.minimum_sites,
+            grace=job.schedule.grace,
+            enough=job.enough_answers,
+        )
     return Buffered(size=job.buffer_size, max_staleness=job.schedule.max_staleness)
 
 
@@ -223,7 +245,30 @@ def waits_for_all(job: JobSpec) -> bool:
 
     Then answers may be held back until those of other sites have come.
     """
-    return job.buffer_size is None and job.schedule.grace is None
+    answers = (job.buffer_size, job.enough_answers)
+    return answers == (None, None) and job.schedule.grace is None
+
+
+class Tally(Protocol):
+    """What a round knows of its answers. Implementation: ``RoundRecord``.
+
+    Attributes:
+        withdrawn: Receives, for each site whose task is closed without an answer, the
+            bytes that were sent for it.
+        has_enough: Receives whether nobody needs their answers.
+    """
+
+    withdrawn: dict[SiteId, int]
+    has_enough: bool
+
+    @property
+    def num_usable(self) -> int:
+        """Answers that count by now."""
+        ...
+
+    def is_usable(self, site: SiteId) -> bool:
+        """Whether an answer of a site is among them."""
+        ...
 
 
 class Dispatcher:
@@ -238,6 +283,7 @@ class Dispatcher:
         self._grid = grid
         self._deadline_seconds = deadline_seconds
         self._open: dict[TaskId, OpenTask] = {}
+        self._surplus: set[tuple[SiteId, int]] = set()
         self.open: Collection[OpenTask] = self._open.values()
 
     def replies(
@@ -246,7 +292,7 @@ class Dispatcher:
         state: ScheduleView,
         *,
         write: Callable[[Sequence[SiteId]], Sequence[RoundTask]],
-        num_counted: Callable[[], int],
+        tally: Tally,
         now: Callable[[], float],
     ) -> Iterator[Reply]:
         """Yield the replies of a round until the schedule ends it.
@@ -255,7 +301,7 @@ class Dispatcher:
             schedule: Says what to do.
             state: The run; its ``open`` is that of this queue.
             write: Makes tasks for sites.
-            num_counted: How many of the replies so far count.
+            tally: Says which of the replies so far count.
             now: The monotonic clock.
         """
         inbox: list[Arrival] = []
@@ -266,20 +312,36 @@ class Dispatcher:
                     self._send(write(action.sites))
                 elif isinstance(action, Wait):
                     replies = self._received(action.until, inbox, now)
-                    while replies:
-                        before = num_counted()
-                        task = self._open.pop(replies[0].task_id, None)
-                        yield replies.popleft()  # Only the receiver holds it now.
-                        if task is not None:
-                            counts = num_counted() > before
-                            inbox.append(Arrival(task, counts, now()))
+                    yield from self._passed_on(replies, inbox, tally, now)
                 else:
                     if isinstance(action, Apply) and action.gives_up:
-                        self.withdraw()
+                        tally.has_enough = action.has_enough
+                        sent = self.withdraw(as_surplus=action.has_enough)
+                        tally.withdrawn |= {task.site: n for task, n in sent.items()}
                     return
         except BaseException:
             self.withdraw()
             raise
+
+    def _passed_on(
+        self,
+        replies: deque[Reply],
+        inbox: list[Arrival],
+        tally: Tally,
+        now: Callable[[], float],
+    ) -> Iterator[Reply]:
+        """Yield replies, and note which of them count once they were received."""
+        while replies:
+            before = tally.num_usable
+            task = self._open.pop(replies[0].task_id, None)
+            yield self.labelled(replies.popleft())  # Only the receiver holds it now.
+            more = tally.num_usable - before
+            if task is not None:
+                inbox.append(Arrival(task, more > 0, now()))
+            if more not in {0, 1}:  # Of a relay's sum all answers count, or none.
+                inbox[:] = [
+                    replace(one, counts=tally.is_usable(one.task.site)) for one in inbox
+                ]
 
     def _received(
         self, until: float | None, inbox: list[Arrival], now: Callable[[], float]
@@ -299,7 +361,22 @@ class Dispatcher:
                 task.site, task.round_index, task.based_on, task.fragment
             )
 
-    def withdraw(self) -> None:
-        """Close all tasks that are open."""
-        self._grid.withdraw([*self._open])
+    def labelled(self, reply: Reply) -> Reply:
+        """Return a reply, without its content if its task was closed as surplus."""
+        message = reply.message
+        if (message.site, message.round_index) not in self._surplus:
+            return reply
+        return replace(reply, message=failure(message, FailureKind.SURPLUS, SURPLUS))
+
+    def withdraw(self, *, as_surplus: bool = False) -> Mapping[OpenTask, int]:
+        """Close all tasks that are open, and return the bytes sent for each.
+
+        Args:
+            as_surplus: Whether nobody needs their answers.
+        """
+        sent = self._grid.withdraw([*self._open])
+        if as_surplus:
+            self._surplus |= {(t.site, t.round_index) for t in self._open.values()}
+        closed = {task: sent.get(task_id, 0) for task_id, task in self._open.items()}
         self._open.clear()
+        return closed

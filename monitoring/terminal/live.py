@@ -148,6 +148,8 @@ def _notices(
 ) -> Iterator[Text]:
     """The notices above the view."""
     match event:
+        case SiteFailed(kind=FailureKind.SURPLUS):
+            return
         case SiteFailed(round_index=index):
             # After the last round there is one more exchange, to evaluate.
             place = f"round {index}" if index <= rounds else "last evaluation"

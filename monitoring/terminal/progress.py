@@ -206,6 +206,8 @@ class PlainProgress(Closing):
     def _write_site(self, event: SiteAnswered | SiteFailed) -> None:
         place = f"{self._place(event.round_index)}  {event.site}"
         seconds = format_duration(event.answered_seconds - event.asked_seconds)
+        if isinstance(event, SiteFailed) and event.kind is FailureKind.SURPLUS:
+            return
         if isinstance(event, SiteFailed):
             verb = "declined" if event.kind in DECLINED else "failed"
             message = self._once(event)

@@ -37,6 +37,7 @@ from monitoring.views.site_view import (
     EvaluationView,
     Series,
     SiteView,
+    is_failure,
     larger,
     site_view,
     spending,
@@ -238,8 +239,8 @@ class RunView:
 
     @property
     def failures(self) -> tuple[SiteFailed, ...]:
-        """Refused and missing answers, by round."""
-        return tuple(r for r in self._reports() if isinstance(r, SiteFailed))
+        """Refused and missing answers, by round, but for those that nobody needed."""
+        return tuple(r for r in self._reports() if is_failure(r))
 
     @cached_property
     def sites(self) -> tuple[SiteView, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from federation.events import (
     ModelEvaluated,
@@ -11,7 +11,7 @@ from federation.events import (
     SitePrivacy,
     SiteShare,
 )
-from federation.messages import MetricSums, PrivacySpent, Resources
+from federation.messages import FailureKind, MetricSums, PrivacySpent, Resources
 from monitoring.views.round_view import accuracy_of, loss_of
 
 _MOST_SECONDS = 1e12  # A site may claim any number, and a page has to show it.
@@ -99,8 +99,13 @@ def site_view(
         training_loss=_series((a.round_index, loss_of(a.training)) for a in answers),
         loss=_series((m.round_index, loss_of(m.sums)) for m in measured),
         accuracy=_series((m.round_index, accuracy_of(m.sums)) for m in measured),
-        failures=tuple(r for r in reports if isinstance(r, SiteFailed)),
+        failures=tuple(r for r in reports if is_failure(r)),
     )
+
+
+def is_failure(report: SiteAnswered | SiteFailed) -> TypeGuard[SiteFailed]:
+    """Whether a site did not do what its round needed."""
+    return isinstance(report, SiteFailed) and report.kind is not FailureKind.SURPLUS
 
 
 def total(used: Sequence[Resources]) -> Resources | None:

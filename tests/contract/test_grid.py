@@ -262,3 +262,15 @@ def test_withdrawn_task_is_closed(played: Played):
     of_round = [r.message.site for r in answered if r.message.round_index == 62]
     assert set(SITES[2:]) <= set(of_round)
     assert played.nothing == []
+
+
+def test_bytes_of_a_withdrawn_task_are_returned_once(played: Played):
+    """Those of the hanging site; a task that has not gone out may have none."""
+    sizes = {r.bytes_down for r in played.train if r.bytes_down}
+    assert played.withdrawn_bytes
+    first, *_ = played.withdrawn_bytes.values()
+    assert first > 0
+    assert all(abs(n - min(sizes)) < 200 for n in played.withdrawn_bytes.values())
+    late = [r for r in played.withdrawn if r.task_id in played.withdrawn_bytes]
+    assert {reply.bytes_down for reply in late} <= {0}
+    assert played.again_bytes == {}

@@ -5,7 +5,7 @@ sites and two rounds can reach, whatever arrives in whatever order.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -201,10 +201,10 @@ class Pacing(ScriptedGrid):
         self.now, first = self._due.pop(0)
         return deque([first])
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         """Forget the answers."""
-        super().withdraw(task_ids)
         self._due = [one for one in self._due if one[1].task_id not in {*task_ids}]
+        return super().withdraw(task_ids)
 
 
 def answer(task: RoundTask) -> SiteMessage:
@@ -249,7 +249,7 @@ def test_buffered_run_does_not_wait_for_the_slowest():
     run, grid, _ = run_of(Buffered(size=2, max_staleness=10), 4, seen)
     assert (C, 0) in seen
     assert seen.index((C, 0)) > seen.index((A, 1))
-    assert not run.told(SiteFailed)
+    assert {e.kind for e in run.told(SiteFailed)} <= {"surplus"}
     assert grid.now < 3 * SECONDS[C]
     assert {ids for call in grid.withdrawn for ids in call}  # At the end alone.
 

@@ -39,7 +39,7 @@ NOT_HERE = {
     *(Thing.KEPT_ZEROS, Thing.FEWER_RANKS, Thing.CLUSTERS, Thing.TRAINER),
     *(Thing.FLOWER_APPS, Thing.GROUPS, "noise for persons", "noised statistics"),
     *(Thing.PRIVACY, "an adaptive clip norm", "an equal average of models"),
-    *("early stopping", Thing.ELEMENT_BOUND),
+    *("early stopping", Thing.ELEMENT_BOUND, Thing.REMEMBERING),
     Thing.BUFFERED,  # A resumed run has lost the tasks that were open.
 }
 ON: Mapping[str, Mapping[str, Any]] = {
@@ -61,6 +61,15 @@ ON: Mapping[str, Mapping[str, Any]] = {
         "schedule": {"minimum_sites": 1},
     },
     Thing.SAMPLES: {"schedule": {"sites_per_round": 2, "minimum_sites": 1}},
+    Thing.FAIR: {
+        "schedule": {"sites_per_round": 2, "minimum_sites": 1, "sampling": "fair"}
+    },
+    Thing.UTILITY: {
+        "schedule": {"sites_per_round": 2, "minimum_sites": 1, "sampling": "utility"}
+    },
+    Thing.OVER_SELECTION: {
+        "schedule": {"sites_per_round": 2, "minimum_sites": 1, "over_selection": 1.5}
+    },
     Thing.CAPACITY: {"schedule": {"allocation": "capacity"}},
     Thing.CODECS_UP: {"communication": {"codec": {"name": "top_k", "fraction": 0.5}}},
     Thing.CLIPPED_STEPS: {"training": {"clip_grad_norm": 0.5}},

@@ -1,7 +1,7 @@
 """An aggregator cannot single a site out by asking it for other work."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,9 +47,9 @@ class Divider:
         """Hand on the answers."""
         return self._grid.receive(timeout_seconds)
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         """Close tasks."""
-        self._grid.withdraw(task_ids)
+        return self._grid.withdraw(task_ids)
 
     def returned(
         self, sites: Collection[SiteId], round_index: int

@@ -86,6 +86,8 @@ class Played:
     overlapping: list[Reply]
     too_early: list[Reply]
     withdrawn: list[Reply]
+    withdrawn_bytes: dict[TaskId, int]
+    again_bytes: dict[TaskId, int]
     nothing: list[Reply]
 
 
@@ -149,7 +151,8 @@ def play(grid: Grid) -> Played:
     )
     too_early = [*grid.receive(timeout_seconds=0.1)]
     left_ids = grid.send(tasks(round_index=62), deadline_seconds=PATIENT_SECONDS)
-    grid.withdraw([*hanging_ids, *left_ids[:2]])
+    closed = [*hanging_ids, *left_ids[:2]]
+    withdrawn_bytes, again_bytes = grid.withdraw(closed), grid.withdraw(closed)
     hold.unlink()
     withdrawn = receive_all()
     return Played(
@@ -157,6 +160,8 @@ def play(grid: Grid) -> Played:
         overlapping=overlapping,
         too_early=too_early,
         withdrawn=withdrawn,
+        withdrawn_bytes={**withdrawn_bytes},
+        again_bytes={**again_bytes},
         nothing=[*grid.receive()],
         train=train,
         again=again,

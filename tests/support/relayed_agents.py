@@ -160,8 +160,9 @@ class _Lines:
             ]
         )
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         self.waiting = deque(w for w in self.waiting if w[0] not in task_ids)
+        return {}
 
     def _answered(
         self, task: Asked, seconds: float

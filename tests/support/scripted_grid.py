@@ -1,7 +1,7 @@
 """A grid whose replies a test makes itself."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from federation.ids import SiteId, TaskId
 from federation.messages import Reply, SiteMessage, Task
@@ -59,9 +59,10 @@ class ScriptedGrid:
             break
         return found
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         """Note it."""
         self.withdrawn.append(set(task_ids))
+        return {}
 
     def returned(
         self,

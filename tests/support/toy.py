@@ -12,7 +12,7 @@ import numpy as np
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import combine_rule
 from aggregator.methods import registry
-from aggregator.sampling import draw_cohort
+from aggregator.sampling import cohorts_of
 from aggregator.weighting import weight_of
 from clients.training.local_federation import state_of
 from clients.training.site import Site
@@ -251,7 +251,7 @@ class Toy:
             "layout": LAYOUT,
             "initial_state": lambda: initial_state(self.job),
             "checkpoints": self.checkpoints(),
-            "draw_cohort": draw_cohort,
+            "draw_cohort": cohorts_of(self.job),
             "optimizer": optimizer_of(self.job),
             "guests": registry.begin(self.job, changes.pop("metric_of", no_metric)),
             "clock": self.clock,

@@ -465,12 +465,15 @@ def test_withdrawn_task_is_not_waited_for(flower: FakeFlower, clock: VirtualCloc
     flower.silent = {10, 20}
     ids = grid.send([replace(TASK, site=site) for site in SITES], deadline_seconds=600)
     num_sent = len(flower.sent)
-    grid.withdraw(ids[:2])
+    closed = grid.withdraw(ids[:2])
+    assert [*closed] == [*ids[:2]]
+    assert min(closed.values()) > 0
     flower.silent = set()
     found: list[Reply] = []
     while replies := grid.receive():
         found += replies
     assert {reply.task_id for reply in found} == {*ids}  # Two of them are late.
+    assert {r.bytes_down for r in found if r.task_id in closed} == {0}
     assert len(flower.sent) == num_sent + 1
     flower.silent = {10}
     grid.withdraw(grid.send([TASK], deadline_seconds=600))

@@ -578,14 +578,13 @@ def test_secure_steps_are_small():
         assert grid._ahead([]) == inproc_grid.MAX_AHEAD
 
 
-@pytest.mark.parametrize(("is_withdrawn", "down"), [(False, 0), (True, 5)])
-def test_late_masked_update_is_not_kept(*, is_withdrawn: bool, down: int):
+def test_late_masked_update_is_not_kept():
     """Of what comes too late only the word is kept, masked or not."""
     replies = [reply_to(toy.masked(), bytes_down=5, bytes_up=7)]
-    (reply,) = inproc_grid.late_word(replies, is_withdrawn=is_withdrawn)
+    (reply,) = inproc_grid.late_word(replies)
     assert isinstance(reply.message, SiteFailure)
     assert reply.message.kind is FailureKind.LATE
-    assert (reply.bytes_down, reply.bytes_up) == (down, 7)
+    assert (reply.bytes_down, reply.bytes_up) == (0, 7)
 
 
 def test_window_shrinks_for_large_models(monkeypatch: pytest.MonkeyPatch):

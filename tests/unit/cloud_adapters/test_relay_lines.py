@@ -1,7 +1,7 @@
 """Tasks and replies of sites behind relays, as a coordinator sees them."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,8 +88,9 @@ class Script:
         assert timeout_seconds is None or timeout_seconds >= 0
         return self.replies.popleft() if self.replies else deque()
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+    def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         self.withdrawn += task_ids
+        return dict.fromkeys(task_ids, 7)
 
     def returned(
         self, sites: Collection[SiteId], round_index: int
@@ -212,7 +213,7 @@ def test_sum_must_be_an_update():
 def test_relay_is_awaited_until_its_last_task_is_closed(
     script: Script, lines: RelayLines
 ):
-    lines.withdraw([TaskId(0)])
+    assert lines.withdraw([TaskId(0)]) == {}
     assert script.withdrawn == []
     script.say(1, update(EAST, MODEL), update(A), update(B))
     assert [reply.task_id for reply in lines.receive()] == [1]
@@ -223,8 +224,9 @@ def test_late_answer_of_a_relay_is_dropped(
     script: Script, lines: RelayLines, total: Sequence[SiteMessage]
 ):
     """It came when its round had gone on; the lines say nothing of it again."""
-    lines.withdraw([TaskId(0), TaskId(1), TaskId(2)])
+    closed = lines.withdraw([TaskId(0), TaskId(1), TaskId(2)])
     assert {*script.withdrawn} == {100, 101}
+    assert sum(closed.values()) == 14, "those of a relay's tasks are with one of them"
     script.say(1, *total, update(A), update(B))
     assert not lines.receive()
 

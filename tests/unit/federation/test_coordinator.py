@@ -52,6 +52,7 @@ from federation.messages import (
 )
 from federation.protocols import (
     OptimizerState,
+    RunProgress,
     RunState,
     ServerOptimizer,
     WeightedUpdate,
@@ -615,8 +616,8 @@ def test_other_coordinator_saved_the_round():
     run = toy.Toy(job=toy.job())
     seen: list[RunState] = []
 
-    def overtake(job: JobSpec, round_index: int) -> Sequence[SiteId]:
-        if round_index == 2:
+    def overtake(state: RunProgress, now: float) -> Sequence[SiteId]:
+        if state.round_index == 1:
             theirs = run.checkpoints().load_latest()
             assert theirs is not None
             seen.append(replace(theirs, round_index=2))
@@ -650,7 +651,7 @@ def test_store_that_fails_ends_the_run():
     """With its own words."""
     run = toy.Toy(job=toy.job())
 
-    def fail(job: JobSpec, round_index: int) -> Sequence[SiteId]:
+    def fail(state: RunProgress, now: float) -> Sequence[SiteId]:
         raise StoreUnavailable("the disk is full")
 
     with pytest.raises(StoreUnavailable):
@@ -875,7 +876,7 @@ def test_phases_cover_the_round():
     clock = VirtualClock()
     run = toy.Toy(job=toy.job({"rounds": 1}), clock=clock)
 
-    def draw(job: JobSpec, round_index: int) -> Sequence[SiteId]:
+    def draw(state: RunProgress, now: float) -> Sequence[SiteId]:
         return toy.SITES
 
     def weight_of(update: SiteUpdate) -> float:

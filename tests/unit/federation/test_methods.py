@@ -89,6 +89,10 @@ ON: dict[str, dict[str, Any]] = {
         "schedule": {"minimum_sites": 2},
     },
     Thing.SAMPLES: {"schedule": {"sites_per_round": 2, "minimum_sites": 2}},
+    Thing.REMEMBERING: {"schedule": {"sites_per_round": 2, "sampling": "fair"}},
+    Thing.FAIR: {"schedule": {"sites_per_round": 2, "sampling": "fair"}},
+    Thing.UTILITY: {"schedule": {"sites_per_round": 2, "sampling": "utility"}},
+    Thing.OVER_SELECTION: {"schedule": {"sites_per_round": 2, "over_selection": 1.5}},
     Thing.CODECS_UP: {"communication": {"codec": {"name": "int8"}}},
     Thing.DYNAMIC_WEIGHTS: {"aggregation": {"weights": "dynamic"}},
     Thing.ROBUST: {"aggregation": {"combine": "median", "weights": "uniform"}},
@@ -149,6 +153,7 @@ ASKS: dict[str, dict[str, Any]] = ON | {
     Thing.DEALT_PERSONS: {"data": {"partition": {"kind": "iid"}}},
     Thing.SHARED_CHOICE: {"model": {"personal": []}},
     Thing.PARTIAL_ROUNDS: {"schedule": {"minimum_sites": 1}},
+    Thing.ALL_ASKED: {"schedule": {"sites_per_round": None}},
     Thing.OTHER_COMBINE: {"aggregation": {"combine": "median", "weights": "uniform"}},
     Thing.MEAN: {"aggregation": {"combine": "mean"}},
     Thing.UNGROUPED: {
