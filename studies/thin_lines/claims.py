@@ -1,9 +1,8 @@
 """What others have claimed, beside what this study's rows say.
 
-The claims are those of two papers about training in clouds: Wang and He, "Optimization
-of large model training on distributed cloud platforms" (INCOFT 2025), tables 1 and 3,
-and Huang, "Distributed training of large models" (ITPHSS 2025), the table of frameworks
-and section 5.3.3. Neither states an algorithm, a model and a bandwidth together. A
+The claims are those of two papers about training in clouds: Wang and He (INCOFT 2025),
+tables 1 and 3, and Huang (ITPHSS 2025), the table of frameworks and section 5.3.3; see
+``studies/seeds``. Neither states an algorithm, a model and a bandwidth together. A
 verdict compares ratios, since their units are of other machines.
 """
 

@@ -95,6 +95,40 @@ def share_by_bandwidth(lines: Series, measured: Series) -> str:
     return _one(draw)
 
 
+def curves(lines: Series, labels: tuple[str, str], *, log: bool = False) -> str:
+    """Draw lines; ``labels`` are of the axes."""
+
+    def draw(axes: Axes) -> None:
+        for (name, row), colour, mark in _styles(lines):
+            x, y = zip(*sorted(row), strict=True)
+            axes.plot(x, y, mark, ls="-", lw=1.2, ms=4, color=colour, label=name)
+        if log:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(labels[0])
+        axes.set_ylabel(labels[1])
+
+    return _one(draw)
+
+
+def bars(groups: Mapping[str, Mapping[str, float]], label: str) -> str:
+    """Draw a horizontal bar for each name, one colour for each group."""
+
+    def draw(axes: Axes) -> None:
+        names = list(next(iter(groups.values())))
+        height = 0.8 / len(groups)
+        for number, (group, values) in enumerate(groups.items()):
+            places = [i + (number + 0.5) * height - 0.4 for i in range(len(names))]
+            lengths = [values[name] for name in names]
+            axes.barh(places, lengths, height, color=_COLOURS[number], label=group)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.set_xlabel(label)
+
+    return _one(draw)
+
+
 def _styles(
     series: Series,
 ) -> Sequence[tuple[tuple[str, Sequence[tuple[float, float]]], str, str]]:

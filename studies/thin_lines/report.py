@@ -25,7 +25,7 @@ REPOSITORY = HERE.parents[1]
 import pictures  # noqa: E402 -- beside this script
 import results  # noqa: E402
 import warm_model  # noqa: E402
-from claims import best_rows, claims, timed  # noqa: E402
+from claims import best_rows, timed  # noqa: E402
 from results import Result, table_line  # noqa: E402
 
 PAGE = Path("docs/explanation/thin-lines.md")
@@ -59,7 +59,7 @@ Four sites train a byte-level GPT on the sources of Python's standard library, e
 different packages. All methods start from the same model. Unless a row says otherwise,
 they take the same number of steps and read the same batches. The machine is small and
 shared: compare ratios in these tables, not seconds. H is the number of local steps in
-a round.
+a round. [Claims of others](claims.md) has what the rows say of two papers.
 """
 
 
@@ -139,16 +139,20 @@ def _way(row: Result) -> str:
 
 def page(rows: Mapping[str, Sequence[Result]]) -> str:
     """Write the page."""
-    all_rows = {**rows, "utilisation": [*rows["utilisation"], *_dense(rows)]}
+    utilisation = with_dense(rows)
     parts = [
         _INTRODUCTION,
         "\n".join(_loss(rows["loss"])),
         "\n".join(warm_model.text(rows[_WARM], _CLOCK)),
         "\n".join(_baselines(rows["baselines"])),
-        "\n".join(_utilisation(all_rows["utilisation"])),
-        "\n".join(_claims(all_rows)),
+        "\n".join(_utilisation(utilisation)),
     ]
     return "\n".join(parts)
+
+
+def with_dense(rows: Mapping[str, Sequence[Result]]) -> list[Result]:
+    """Rows of ``utilisation``, and those of DDP beside its measured ones."""
+    return [*rows["utilisation"], *_dense(rows)]
 
 
 def _dense(rows: Mapping[str, Sequence[Result]]) -> Iterator[Result]:
@@ -357,21 +361,6 @@ def _measured(rows: Sequence[Result]) -> Iterator[str]:
             f"{near} of {len(errors)} predictions are within 10 %; the largest error "
             f"is {max(errors):.1%}.\n"
         )
-
-
-def _claims(rows: Mapping[str, Sequence[Result]]) -> Iterator[str]:
-    yield "## Claims of others\n"
-    yield (
-        "Two papers about training in clouds state savings without the algorithm, "
-        "model or bandwidth (Wang and He, INCOFT 2025; Huang,\nITPHSS 2025). Verdicts "
-        "follow from the rows above: within 10 % of a claim counts as reproduced.\n"
-    )
-    yield table_line("source", "claim", "here", "verdict")
-    yield table_line(*["---"] * 4)
-    found = claims(rows["loss"], rows["baselines"], rows["utilisation"])
-    for one in found:
-        yield table_line(one.source, one.claim, one.found, one.verdict)
-    yield ""
 
 
 def _options() -> argparse.Namespace:

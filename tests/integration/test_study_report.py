@@ -93,5 +93,4 @@ def test_page_without_rows_says_how_to_get_them(server: ForkServer, tmp_path: Pa
     for script in ("measure", "baselines", "utilisation"):
         assert f"`python studies/thin_lines/{script}.py` measures them" in text
     assert "`python studies/thin_lines/measure.py --size warm` measures them" in text
-    assert text.count("no rows yet") == 7
     assert list((tmp_path / "docs/images").iterdir()) == []

@@ -1,0 +1,117 @@
+"""Run a job in virtual time, and read what studies compare from its events."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from clients.data import Examples, digits
+from deploy.wiring.simulation import simulate
+from federation.events import (
+    Event,
+    ModelEvaluated,
+    RoundFinished,
+    RunFinished,
+    SiteAnswered,
+)
+from federation.job.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class VirtualRun:
+    """A run and its events.
+
+    Attributes:
+        job: What was run.
+        events: What happened.
+    """
+
+    job: JobSpec
+    events: tuple[Event, ...]
+
+    @cached_property
+    def answers(self) -> list[SiteAnswered]:
+        """Updates that counted."""
+        return [event for event in self.events if isinstance(event, SiteAnswered)]
+
+    @cached_property
+    def rounds(self) -> list[RoundFinished]:
+        """Rounds, in order."""
+        return [event for event in self.events if isinstance(event, RoundFinished)]
+
+    @property
+    def seconds(self) -> float:
+        """Virtual time of the run."""
+        (end,) = (event for event in self.events if isinstance(event, RunFinished))
+        return end.seconds
+
+    @property
+    def round_seconds(self) -> float:
+        """The same without evaluation: of the first model, and after the last round."""
+        first = [one for one in self.answers if one.round_index == 1]
+        phases = [phase for one in first for phase in one.phases]
+        evaluated = (phase.seconds for phase in phases if phase.name == "evaluate")
+        return self.rounds[-1].at - max(evaluated, default=0.0)
+
+    @property
+    def evaluated(self) -> ModelEvaluated:
+        """The last model on the held-out data of all sites that evaluated it."""
+        return [event for event in self.events if isinstance(event, ModelEvaluated)][-1]
+
+    @property
+    def loss(self) -> float:
+        """Of the last model, in nats."""
+        pooled = self.evaluated.pooled
+        return pooled.loss_sum / pooled.count
+
+    @property
+    def accuracy(self) -> float:
+        """Of the last model, from 0 to 1."""
+        pooled = self.evaluated.pooled
+        return pooled.metrics["correct"] / pooled.count
+
+    @property
+    def steps(self) -> int:
+        """Local steps of updates that counted."""
+        return sum(answer.num_steps or 0 for answer in self.answers)
+
+    @property
+    def bytes_sent(self) -> int:
+        """In both directions, in all rounds."""
+        return sum(one.bytes_up + one.bytes_down for one in self.rounds)
+
+    @cached_property
+    def trains(self) -> Mapping[str, float]:
+        """Share of the rounds' time that each site trains, if its update counted."""
+        found = dict.fromkeys((site.name for site in self.job.sites), 0.0)
+        for answer in self.answers:
+            found[answer.site] += sum(
+                phase.seconds for phase in answer.phases if phase.name == "train"
+            )
+        return {site: seconds / self.round_seconds for site, seconds in found.items()}
+
+    @property
+    def busy(self) -> float:
+        """The same, on average over sites."""
+        return statistics.fmean(self.trains.values())
+
+
+def run(job: JobSpec) -> VirtualRun:
+    """Run a job in virtual time."""
+    events: list[Event] = []
+    simulate(job, engine="virtual", listeners=[events.append], report=False)
+    return VirtualRun(job, tuple(events))
+
+
+def digits_again(times: int) -> tuple[Examples, Examples]:
+    """Handwritten digits, several times over: so that many sites have some each."""
+    train, held_out = (_again(part, times) for part in digits(0.5))
+    return train, held_out
+
+
+def _again(part: Examples, times: int) -> Examples:
+    assert part.targets is not None
+    inputs = np.concatenate([part.inputs] * times)
+    return Examples(inputs=inputs, targets=np.concatenate([part.targets] * times))
