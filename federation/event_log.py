@@ -12,10 +12,11 @@ the run.
 """
 
 import contextlib
+import gc
 import json
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast, get_args
 
@@ -27,6 +28,8 @@ from federation.typed_json import decode, encode, refuse_constant
 KINDS: Mapping[str, type[Event]] = types.MappingProxyType(
     {kind.__name__: kind for kind in get_args(Event)}
 )
+
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 class EventWriter(Closing):
@@ -87,7 +90,8 @@ def from_line(line: str | bytes) -> Event | None:
     Raises:
         ValueError: The line is not JSON, or not an event as ``to_line`` writes it.
     """
-    record = json.loads(line, parse_constant=refuse_constant)
+    text = line if isinstance(line, str) else line.decode()
+    record = _DECODER.decode(text)
     if not isinstance(record, dict) or not isinstance(record.get("event"), str):
         raise ValueError('not an object with a string "event"')  # noqa: TRY004
     kind = KINDS.get(record["event"])
@@ -115,16 +119,29 @@ def read_events(path: Path) -> list[Event]:
     if _is_whole(last):
         lines.append(last)
     events = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            event = from_line(line)
-        except ValueError as error:
-            raise CorruptObject(
-                f"{path}, line {number}: {error}; remove the line to read the rest"
-            ) from error
-        if event is not None:
-            events.append(event)
+    with _no_collection():
+        for number, line in enumerate(lines, start=1):
+            try:
+                event = from_line(line)
+            except ValueError as error:
+                raise CorruptObject(
+                    f"{path}, line {number}: {error}; remove the line to read the rest"
+                ) from error
+            if event is not None:
+                events.append(event)
     return events
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Look for no cycles: events have none, and it takes a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _unavailable(path: Path, error: OSError) -> StoreUnavailable:

@@ -10,9 +10,10 @@ such a field, or begins with the mapping's name and a dot, gets these two in fro
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
-from functools import cache
+from functools import cache, partial
+from itertools import repeat
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -49,11 +50,6 @@ def refuse_constant(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
 def decode(value: Any, hint: Any, *, where: str) -> Any:
     """Rebuild a value of the type that the hint names.
 
@@ -65,106 +61,148 @@ def decode(value: Any, hint: Any, *, where: str) -> Any:
     Raises:
         ValueError: It is not as ``encode`` writes it.
     """
+    try:
+        return _decoder(hint)(value)
+    except _Unlike as error:
+        raise ValueError(f"{where}{error.place} {error}") from None
+
+
+class _Unlike(Exception):
+    """A value that is not as it must be, and its place below the one that is read."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(fault)
+        self.place = ""
+
+    def below(self, place: str) -> "_Unlike":
+        self.place = place + self.place
+        return self
+
+
+# A log has a hundred thousand values of a few types: each type is looked at once.
+@cache
+def _decoder(hint: Any) -> Callable[[Any], Any]:
     origin = get_origin(hint)
     if origin in {Union, types.UnionType}:
-        return _decode_optional(value, hint, where)
+        (inner,) = [arm for arm in get_args(hint) if arm is not type(None)]
+        decode_inner = _decoder(inner)
+        return lambda value: None if value is None else decode_inner(value)
     if origin is tuple:
-        return _decode_tuple(value, get_args(hint), where)
+        return _tuple_decoder(get_args(hint))
     if dataclasses.is_dataclass(hint):
-        return _decode_fields(value, cast("type", hint), where)
+        return _fields_decoder(cast("type", hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return _decode_member(value, hint, where)
-    return _SCALARS[hint](value, where)
+        return partial(_decode_member, hint)
+    return _SCALARS[hint]
 
 
-def _decode_optional(value: Any, hint: Any, where: str) -> Any:
-    (inner,) = [arm for arm in get_args(hint) if arm is not type(None)]
-    return None if value is None else decode(value, inner, where=where)
+def _tuple_decoder(items: tuple[Any, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    is_open = items[-1] is Ellipsis
+    decoders = [_decoder(item) for item in items if item is not Ellipsis]
+
+    def decode_tuple(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise _unlike(value, "a list")
+        if not is_open and len(value) != len(decoders):
+            raise _unlike(value, f"a list of {len(decoders)}")
+        found = []
+        each = repeat(decoders[0]) if is_open else decoders
+        for item, decode_item in zip(value, each, strict=False):
+            try:
+                found.append(decode_item(item))
+            except _Unlike as error:
+                raise error.below(f"[{len(found)}]") from None
+        return tuple(found)
+
+    return decode_tuple
 
 
-def _decode_tuple(value: Any, items: tuple[Any, ...], where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise _unlike(value, "a list", where)
-    if items[-1] is Ellipsis:
-        items = (items[0],) * len(value)
-    if len(items) != len(value):
-        raise _unlike(value, f"a list of {len(items)}", where)
-    return tuple(
-        decode(item, hint, where=f"{where}[{index}]")
-        for index, (item, hint) in enumerate(zip(value, items, strict=True))
-    )
-
-
-def _decode_fields(value: Any, kind: type, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise _unlike(value, "an object", where)
-    hints = _hints(kind)
+def _fields_decoder(kind: type) -> Callable[[Any], Any]:
+    hints = get_type_hints(kind)
     named = [name for name, hint in hints.items() if get_origin(hint) is Mapping]
-    known = {
-        name: decode(value[name], hint, where=f"{where}.{name}")
-        for name, hint in hints.items()
-        if name in value and name not in named
-    }
-    for name in named:
-        known[name] = {
-            inner.removeprefix(f"{name}."): _decode_number(number, f"{where}.{inner}")
-            for inner, number in value.items()
-            if inner not in hints
-        }
-    for field in dataclasses.fields(kind):
-        if field.name not in known and field.default is dataclasses.MISSING:
-            raise ValueError(f"{where} has no {field.name!r}")
-    return kind(**known)
+    decoders = [(n, _decoder(hint)) for n, hint in hints.items() if n not in named]
+
+    def decode_fields(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _unlike(value, "an object")
+        known: dict[str, Any] = {}
+        name = ""
+        try:
+            for name, decode_field in decoders:
+                if name in value:
+                    known[name] = decode_field(value[name])
+        except _Unlike as error:
+            raise error.below(f".{name}") from None
+        for name in named:
+            known[name] = _numbers(value, hints, f"{name}.")
+        return _made(kind, known)
+
+    return decode_fields
 
 
-def _decode_member(value: Any, kind: type[Enum], where: str) -> Enum:
+def _made(kind: type, known: Mapping[str, Any]) -> Any:
+    try:
+        return kind(**known)
+    except TypeError:
+        for field in dataclasses.fields(kind):
+            if field.name not in known and field.default is dataclasses.MISSING:
+                raise _Unlike(f"has no {field.name!r}") from None
+        raise
+
+
+def _numbers(value: Mapping[str, Any], hints: Collection[str], mark: str) -> Any:
+    """The numbers by name among the fields of an object."""
+    found = {}
+    for name in value:
+        if name in hints:
+            continue
+        try:
+            found[name.removeprefix(mark)] = _decode_number(value[name])
+        except _Unlike as error:
+            raise error.below(f".{name}") from None
+    return found
+
+
+def _decode_member(kind: type[Enum], value: Any) -> Enum:
     try:
         return kind(value)
     except ValueError:
-        raise _unlike(value, f"a {kind.__name__}", where) from None
+        raise _unlike(value, f"a {kind.__name__}") from None
 
 
-def _decode_float(value: Any, where: str) -> float:
+def _decode_float(value: Any) -> float:
+    if type(value) is float:
+        return value
     if isinstance(value, str) and value in _NOT_FINITE:
         return _NOT_FINITE[value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _unlike(value, "a number", where)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _unlike(value, "a number")
     try:
         return float(value)
     except OverflowError:
-        raise _unlike(value, "a number that fits into a float", where) from None
+        raise _unlike(value, "a number that fits into a float") from None
 
 
-def _decode_number(value: Any, where: str) -> float:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_whole else _decode_float(value, where)
+def _decode_number(value: Any) -> float:
+    return value if type(value) is int else _decode_float(value)
 
 
-def _decode_int(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _unlike(value, "a whole number", where)
-    return value
+def _scalar_decoder(kind: type, wanted: str) -> Callable[[Any], Any]:
+    def decode_scalar(value: Any) -> Any:
+        if type(value) is not kind:  # A bool is no whole number.
+            raise _unlike(value, wanted)
+        return value
+
+    return decode_scalar
 
 
-def _decode_bool(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise _unlike(value, "true or false", where)
-    return value
-
-
-def _decode_str(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise _unlike(value, "a string", where)
-    return value
-
-
-_SCALARS: Mapping[type, Callable[[Any, str], object]] = {
+_SCALARS: Mapping[type, Callable[[Any], object]] = {
     float: _decode_float,
-    int: _decode_int,
-    bool: _decode_bool,
-    str: _decode_str,
+    int: _scalar_decoder(int, "a whole number"),
+    bool: _scalar_decoder(bool, "true or false"),
+    str: _scalar_decoder(str, "a string"),
 }
 
 
-def _unlike(value: Any, wanted: str, where: str) -> ValueError:
-    return ValueError(f"{where} is {repr(value)[:_SHOWN_CHARS]}, not {wanted}")
+def _unlike(value: Any, wanted: str) -> _Unlike:
+    return _Unlike(f"is {repr(value)[:_SHOWN_CHARS]}, not {wanted}")

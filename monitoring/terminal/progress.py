@@ -55,7 +55,9 @@ ANOTHER = "the service starts another, which resumes from the newest checkpoint"
 
 def printable(text: str, limit: int = 200) -> str:
     """One line without control characters, cut at ``limit`` characters."""
-    line = "".join(sign if sign.isprintable() else "?" for sign in text)
+    line = text
+    if not text.isprintable():
+        line = "".join(sign if sign.isprintable() else "?" for sign in text)
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 

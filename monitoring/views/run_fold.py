@@ -99,6 +99,7 @@ class RunFold:
         self._last_at = 0.0
         self._newest: dict[type, Event] = {}
         self._rounds: dict[int, _RoundNotes] = {}
+        self._last_round = 0
         # Never forgotten: a round that runs again was charged all the same.
         self._spent: dict[str, PrivacySpent] = {}
         self._extended: list[RunExtended] = []
@@ -134,6 +135,7 @@ class RunFold:
         if isinstance(event, RoundStarted):
             self._forget_from(event.round_index)
         known = self._rounds.setdefault(event.round_index, _RoundNotes())
+        self._last_round = max(self._last_round, event.round_index)
         match event:
             case SiteAnswered() | SiteFailed():
                 known.reports.append(event)
@@ -206,8 +208,11 @@ class RunFold:
 
     def _forget_from(self, first_round: int) -> None:
         """Drop what an earlier coordinator knew of rounds that now run again."""
+        if first_round > self._last_round:
+            return  # As at the start of almost every round.
         for index in [index for index in self._rounds if index >= first_round]:
             del self._rounds[index]
+        self._last_round = max(self._rounds, default=0)
 
     def _newest_of(self, kind: type[_Event]) -> _Event | None:
         event = self._newest.get(kind)

@@ -155,7 +155,7 @@ class RunView:
             found = larger(found, one)
         return found
 
-    @property
+    @cached_property
     def clip_adapts(self) -> bool:
         """Whether the clip norm differs between rounds."""
         clips = {row.update_clip for row in self.rounds} - {None}

@@ -60,26 +60,38 @@ class _SharedFeed:
     def __init__(self, run: RunFolder, clock: Clock) -> None:
         self._feed, self._clock = RunFeed(run), clock
         self._lock = asyncio.Lock()
-        self._next, self._made = 0.0, 0.0
+        self._next = self._next_whole = self._made = 0.0
+        self._has_news = False  # That tables and charts do not show yet.
         self._page: Page | None = None
 
     async def page(self) -> Page | None:
         """The newest page; the same object if nothing has changed."""
         async with self._lock:
-            now = self._clock.monotonic()
-            if now >= self._next:
-                took = await asyncio.to_thread(self._refresh, now)
-                self._next = now + max(LOOK_SECONDS, took / MOST_SHARE)
+            if self._clock.monotonic() >= self._next:
+                await asyncio.to_thread(self._refresh)
             return self._page
 
-    def _refresh(self, now: float) -> float:
-        """Make the page anew if there is cause; seconds of CPU that it took."""
-        began = time.thread_time()
+    def _refresh(self) -> None:
+        """Make the page anew if there is cause."""
+        now, began = self._clock.monotonic(), time.thread_time()
         has_news = self._feed.look()
-        ends = self._page is not None and self._page.is_over
-        if has_news or (not ends and now >= self._made + IDLE_SECONDS):
-            self._page, self._made = self._feed.page(self._clock.now()), now
-        return time.thread_time() - began
+        self._has_news |= has_news
+        is_due = now >= self._next_whole or self._feed.is_over
+        whole = self._has_news and is_due
+        if (
+            has_news
+            or whole
+            or (not self._feed.is_over and now >= self._made + IDLE_SECONDS)
+        ):
+            self._page, self._made = (
+                self._feed.page(self._clock.now(), whole=whole),
+                now,
+            )
+        took = (time.thread_time() - began) / MOST_SHARE
+        if whole:
+            self._has_news, self._next_whole = False, now + took
+            took = 0.0
+        self._next = now + max(LOOK_SECONDS, took)
 
 
 class Changes:

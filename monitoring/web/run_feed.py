@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from federation.event_log import from_line
-from federation.events import RunStarted, SiteFailed
+from federation.events import RunFinished, RunStarted, SiteFailed
 from monitoring.pages import plots, report
 from monitoring.pages.timeline_plot import MAX_ROUNDS_IN_TIMELINE, PHASES, bars
 from monitoring.runs.run_folder import RunFolder
@@ -48,6 +48,9 @@ class Chart:
     log: bool = False
 
 
+_Whole = tuple[Mapping[str, str], Mapping[str, Chart], Sequence[str]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """Everything that a live page shows at one moment.
@@ -79,6 +82,8 @@ class RunFeed:
         self._text = io.StringIO()
         self._progress = PlainProgress(self._text)
         self._log: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        self._whole: _Whole | None = None
+        self.is_over = False  # Whether the run has ended, by its newest events.
 
     def look(self) -> bool:
         """Read what was written since; whether there was anything.
@@ -112,29 +117,40 @@ class RunFeed:
         if event is None:
             return
         self._fold.add(event)
+        if isinstance(event, RunStarted | RunFinished):
+            self.is_over = isinstance(event, RunFinished)
         if self._fold.has_started or isinstance(event, RunStarted):
             self._progress(event)
 
-    def page(self, now: float) -> Page | None:
+    def page(self, now: float, *, whole: bool = True) -> Page | None:
         """The page; None before the run's first event.
 
         Args:
             now: Seconds since 1970.
+            whole: Whether tables and charts are made anew, which takes the longer the
+                more rounds and sites there are; otherwise they are as they were last.
         """
         if not self._fold.has_started:
             return None
         view = self._fold.view()
+        if whole or self._whole is None:
+            sections = report.render_sections(
+                view, SECTIONS, is_live=self._run.is_locked()
+            )
+            shown = [site.site for site in plots.shown_sites(view)]
+            self._whole = sections, charts(view), shown
+        tables, drawn, sites = self._whole
         done = f"{len(view.rounds)}/{view.started.rounds}"
         return Page(
             title=f"{view.started.job_name} {done}",
-            is_over=view.finished is not None,
+            is_over=self.is_over,
             sections={
-                **report.render_sections(view, SECTIONS, is_live=self._run.is_locked()),
+                **tables,
                 "now": _now(view, now),
                 "log": _log(self._log, self._damaged),
             },
-            charts=charts(view),
-            timeline=timeline(view, now),
+            charts=drawn,
+            timeline=timeline(view, sites, now),
         )
 
 
@@ -261,14 +277,15 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def timeline(view: RunView, now: float) -> Mapping[str, Any] | None:
+def timeline(
+    view: RunView, sites: Sequence[str], now: float
+) -> Mapping[str, Any] | None:
     """The last rounds, and the one in progress, as bars of seconds."""
     rows: list[RoundView] = [r for r in view.rounds if r.finished is not None]
     rows = rows[-MAX_ROUNDS_IN_TIMELINE:]
     rows += [] if view.current is None or view.finished else [view.current]
     if not rows:
         return None
-    sites = [site.site for site in plots.shown_sites(view)]
     start = rows[0].started_at
     drawn = [
         (place, row.started_at - start + begin, seconds, phase)
