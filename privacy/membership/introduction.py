@@ -347,8 +347,11 @@ def _check_numbers(claimed: Introduction) -> None:
             f"site {claimed.site!r} states an impossible number of examples, beyond 0 "
             f"to {wire.MAX_COUNT}"
         )
-    if claimed.max_runs < 1:
-        raise ProtocolError(f"site {claimed.site!r} states that it takes no run")
+    if not 1 <= claimed.max_runs <= wire.MAX_COUNT:
+        raise ProtocolError(
+            f"site {claimed.site!r} states an impossible number of runs at once, "
+            f"beyond 1 to {wire.MAX_COUNT}"
+        )
     numbers: list[float] = []
     if claimed.needs is not None:
         numbers.append(claimed.needs)

@@ -24,6 +24,7 @@ from federation.events import SitePrivacy
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.typed_json import encode
+from federation.wire import frame as wire
 from privacy.membership import introduction
 from privacy.membership.introduction import Introduction
 from privacy.secagg.agreement.identity import Label
@@ -46,6 +47,7 @@ def numbers_of(message: type[Any]) -> set[str]:
 
 
 INTRODUCED = numbers_of(Introduction) - {"version"}
+WHOLE = {"num_examples", "num_held_out", "steps_per_round", "max_runs"}
 PROMISED = numbers_of(SitePrivacy)
 
 
@@ -137,6 +139,8 @@ class Hall:
             most = stated_bounds.largest_need(self.job)
             given = self.job.privacy.differential_privacy.noise_multiplier
             return (given or math.ulp(0.0), most)
+        if field == "max_runs":
+            return (1, wire.MAX_COUNT)
         if field in INTRODUCED:
             most = 0 if self.job.privacy.differential_privacy.enabled else 1 << 48
             return (0, most)
@@ -168,7 +172,7 @@ def test_every_number_is_in_bounds_or_refused_in_its_own_name(hall: Hall):
                 said = hall.refusal(hall.lie(name, value))
                 case = (name, value, said)
                 assert not any(honest in said for honest in HONEST), case
-                is_whole = name in {"num_examples", "num_held_out", "steps_per_round"}
+                is_whole = name in WHOLE
                 if is_whole and not isinstance(value, int):
                     assert said, case
                 elif bounds is not None and bounds[0] <= value <= bounds[1]:
