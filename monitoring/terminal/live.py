@@ -100,7 +100,7 @@ class LiveProgress(Closing):
             self._rounds = event.rounds
             if self._fold.has_started and self._fold.view().finished is None:
                 self._console.print(Text(killed_before(event), style="yellow"))
-        left_before = self._fold.view().left_out if self._fold.has_started else None
+        left_before = self._fold.left_out
         with self._lock:
             self._fold.add(event)
         for notice in _notices(event, self._rounds, left_before):
@@ -140,6 +140,8 @@ def picture(view: RunView, console: Console, *, now: float) -> RenderableType:
         ]
     if current is not None:
         parts += [Text(), _site_table(view, current, console, site_rows)]
+    words = (Text(printable(text), "dim") for text in view.participation.words())
+    parts += [part for text in words for part in text.wrap(console, console.width)]
     return Group(*parts)
 
 

@@ -16,6 +16,8 @@ _DIVERGED = (
     "one), or look for NaN in an objective of your own"
 )
 
+_WORTH_TELLING = 0.1  # Of the sites' time.
+
 
 def lines(view: RunView, *, status: str = "") -> Iterator[str]:
     """Return status, rounds, quality of the model, and the resources used.
@@ -38,8 +40,7 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
             view.privacy, view.total_spent, by_results=view.by_results
         )
         yield f"epsilon     {spent}"
-    if view.left_out is not None and view.left_out.sites:
-        yield f"without     {', '.join(view.left_out.sites)}"
+    yield from _participation(view)
     if view.predicted is not None:
         down, up = view.predicted.bytes_down, view.predicted.bytes_up
         yield (
@@ -54,6 +55,13 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
     storage = storage_use.line(view)
     if storage is not None:
         yield f"storage     {storage}"
+
+
+def _participation(view: RunView) -> Iterator[str]:
+    if view.left_out is not None and view.left_out.sites:
+        yield f"without     {', '.join(view.left_out.sites)}"
+    if (view.participation.share or 0.0) > _WORTH_TELLING:
+        yield f"waiting     {next(view.participation.words())}"
 
 
 def chosen(selected: ModelSelected) -> str:

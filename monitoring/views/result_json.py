@@ -52,6 +52,8 @@ def result(view: RunView) -> dict[str, Any]:
             for used in view.storage
         ],
         "seconds": view.seconds,
+        "waiting_share": view.participation.share,
+        "fairness": view.participation.fairness,
         "bytes_up": view.bytes_up,
         "bytes_down": view.bytes_down,
         "predicted": _predicted(view.predicted),
@@ -181,6 +183,7 @@ def _site_result(site: SiteView, *, by_results: bool) -> Mapping[str, Any]:
         "bytes_up": site.bytes_up,
         "bytes_down": site.bytes_down,
         "seconds": site.seconds,
+        "waited_for": site.waited,
         "resources": _resources(site.used),
         "loss": _finite(site.loss[-1][1]) if site.loss else None,
         "accuracy": _finite(site.accuracy[-1][1]) if site.accuracy else None,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from federation.events import (
     CheckpointSaved,
@@ -35,6 +35,7 @@ class RoundView:
         evaluated: The model after it; None if that was not evaluated, or not yet.
         saved: Its checkpoint; None if that is not durable, or not yet.
         work: Its local steps, if the run chooses them; otherwise None.
+        waited: For each site the site-seconds that others waited for it.
     """
 
     index: int
@@ -46,6 +47,7 @@ class RoundView:
     evaluated: ModelEvaluated | None
     saved: CheckpointSaved | None
     work: LocalWorkChosen | None = None
+    waited: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def status(self) -> str:

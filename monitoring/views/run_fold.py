@@ -34,6 +34,7 @@ from federation.events import (
     Warned,
 )
 from federation.messages import PrivacySpent
+from monitoring.views.participation import waited
 from monitoring.views.round_view import RoundView
 from monitoring.views.run_view import RunView
 from monitoring.views.site_view import larger, spent_by_site
@@ -86,6 +87,7 @@ class _RoundNotes:
     evaluated: ModelEvaluated | None = None
     saved: CheckpointSaved | None = None
     work: LocalWorkChosen | None = None
+    waited: Mapping[str, float] = field(default_factory=dict)
 
 
 class RunFold:
@@ -111,6 +113,11 @@ class RunFold:
     def has_started(self) -> bool:
         """Whether a coordinator has started, so that there is something to view."""
         return bool(self._started)
+
+    @property
+    def left_out(self) -> SitesLeftOut | None:
+        """As in the view, which is costly to make for each event."""
+        return self._newest_of(SitesLeftOut)
 
     def add(self, event: Event) -> None:
         """Add the next event."""
@@ -143,6 +150,8 @@ class RunFold:
                 known.steps.append(event)
             case _ if type(event) in _ONCE:
                 setattr(known, _ONCE[type(event)], event)
+        if isinstance(event, RoundFinished):
+            known.waited = waited(known.reports)
         self._charge(event)
 
     def view(self) -> RunView:
@@ -286,6 +295,7 @@ def _view(index: int, known: _RoundNotes) -> RoundView:
         evaluated=known.evaluated,
         saved=known.saved,
         work=known.work,
+        waited=known.waited,
     )
 
 

@@ -32,6 +32,7 @@ from federation.events import (
 )
 from federation.job.metrics import CONFUSION, ENTROPIES, LANGUAGE
 from federation.messages import MetricSums, PrivacySpent
+from monitoring.views.participation import Participation
 from monitoring.views.round_view import RUNNING, RoundView
 from monitoring.views.site_view import (
     EvaluationView,
@@ -243,6 +244,23 @@ class RunView:
         return tuple(r for r in self._reports() if is_failure(r))
 
     @cached_property
+    def participation(self) -> Participation:
+        """Who took part, and who made others wait."""
+        counts = Counter(dict.fromkeys(self.started.sites, 0))
+        waited = Counter[str]()
+        whole = 0.0
+        for row in self.rounds:
+            counts.update(row.finished.answered if row.finished else ())
+            waited.update(row.waited)
+            whole += (row.seconds or 0.0) * len(row.cohort)
+        knows = self.started.engine in {VIRTUAL, DEPLOYED} and whole > 0
+        return Participation(
+            counts=counts,
+            waited=+waited if knows else {},
+            share=waited.total() / whole if knows else None,
+        )
+
+    @cached_property
     def sites(self) -> tuple[SiteView, ...]:
         """Every site, in the order of the job; unknown ones that answered come last."""
         shares = {share.site: share for share in self.data.shares} if self.data else {}
@@ -276,6 +294,7 @@ class RunView:
             views.append(
                 replace(
                     view,
+                    waited=self.participation.waited.get(site),
                     promise=promises.get(site),
                     spent=self.spent.get(site),
                     epsilon=epsilon,

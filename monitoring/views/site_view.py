@@ -36,6 +36,7 @@ class SiteView:
         loss: Loss of the global model after a round on this site's held-out data.
         accuracy: Accuracy of the same.
         failures: Everything of it that did not count.
+        waited: Site-seconds that others waited for it; None if that is not known.
         promise: What it promises of its records; None without privacy.
         spent: The most that it has reported to have spent; None if it has not.
         epsilon: What it had spent on its training records, by round.
@@ -54,6 +55,7 @@ class SiteView:
     loss: Series
     accuracy: Series
     failures: tuple[SiteFailed, ...]
+    waited: float | None = None
     promise: SitePrivacy | None = None
     spent: PrivacySpent | None = None
     epsilon: Series = ()

@@ -288,6 +288,8 @@ def test_result_is_json():
         "sites",
         "storage",
         "seconds",
+        "waiting_share",
+        "fairness",
         "bytes_up",
         "bytes_down",
         "predicted",

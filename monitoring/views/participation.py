@@ -1,0 +1,97 @@
+"""Who took part in a run, and who kept others waiting: from its events."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from federation.events import SiteAnswered, SiteFailed
+from federation.messages import FailureKind
+from monitoring.units import format_duration, format_fraction
+
+_NAMED, _LEAST_NAMED = 3, 0.05  # Sites that words name: how many, with which share.
+
+# What did not keep its round open: answers to other rounds, and what nobody needed.
+_ASIDE = {FailureKind.LATE, FailureKind.SURPLUS, FailureKind.UNKNOWN}
+_ASIDE |= {FailureKind.DUPLICATE}
+
+
+def jain_index(counts: Sequence[int]) -> float | None:
+    """How evenly a total is shared: 1 if all are equal, 1/n if one has everything.
+
+    ``(sum x)^2 / (n sum x^2)``: Jain, Chiu and Hawe 1984, DEC-TR-301, equation 2.
+
+    Args:
+        counts: For each site the rounds in which its update counted.
+
+    Returns:
+        From 1/n to 1; None if none counted.
+    """
+    squares = sum(count * count for count in counts)
+    return sum(counts) ** 2 / (len(counts) * squares) if squares else None
+
+
+def waited(reports: Iterable[SiteAnswered | SiteFailed]) -> Mapping[str, float]:
+    """Site-seconds of one round that its sites waited for each of them.
+
+    A site waits from its answer until the last one of the round. While several are
+    at work, each of them has an equal share in the waiting of those that are done: the
+    Shapley value of the airport game (Littlechild and Owen 1973).
+
+    Args:
+        reports: What became of the round's tasks.
+
+    Returns:
+        Seconds by site; together as much as all sites waited.
+    """
+    ends = sorted(
+        (report.answered_seconds, report.site, isinstance(report, SiteAnswered))
+        for report in reports
+        if isinstance(report, SiteAnswered) or report.kind not in _ASIDE
+    )
+    found, share, before, waiting = dict[str, float](), 0.0, 0.0, 0
+    for index, (seconds, site, answers) in enumerate(ends):
+        share += waiting * (seconds - before) / (len(ends) - index)
+        found[site] = found.get(site, 0.0) + share
+        before, waiting = seconds, waiting + answers
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Participation:
+    """Who took part in a run, and what waiting for others has cost.
+
+    Attributes:
+        counts: For each site of the job the rounds in which its update counted.
+        waited: For each site the site-seconds that others waited for it.
+        share: Share of the sites' time in rounds that was waiting; None where it is not
+            known: sites of one process wait for its cores.
+    """
+
+    counts: Mapping[str, int]
+    waited: Mapping[str, float]
+    share: float | None
+
+    @property
+    def fairness(self) -> float | None:
+        """Jain's index of the counts; None if none counted."""
+        return jain_index([*self.counts.values()])
+
+    def words(self) -> Iterator[str]:
+        """What a person should know of it, in sentences without a full stop."""
+        if self.share is not None and self.waited:
+            total = sum(self.waited.values())
+            worst = sorted(self.waited.items(), key=lambda pair: -pair[1])[:_NAMED]
+            for_whom = ", ".join(
+                f"{site} ({format_fraction(seconds / total)})"
+                for site, seconds in worst
+                if seconds >= _LEAST_NAMED * total
+            )
+            yield (
+                f"sites waited {format_fraction(self.share)} of their time in rounds, "
+                f"{format_duration(total)} of all sites together, for {for_whom}"
+            )
+        if self.fairness is not None:
+            counts = self.counts.values()
+            yield (
+                f"each site's update counted in {min(counts):,} to {max(counts):,} "
+                f"rounds; Jain's index {self.fairness:.2f}"
+            )
