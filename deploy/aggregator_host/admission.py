@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cloud_adapters.flower.facts import FlowerRun
 from deploy.aggregator_host import owners, run_queue, scheduler
@@ -97,6 +98,51 @@ def admission(
         ),
         now=now,
     )
+
+
+def rows(
+    config: AggregatorConfig,
+    runs: Sequence[QueuedRun],
+    *,
+    now: float,
+    owner: str | None = None,
+) -> list[dict[str, Any]]:
+    """Describe runs for ``crossfed ps``, the oldest first.
+
+    Args:
+        config: The operator's ``aggregator.toml``.
+        runs: All runs.
+        now: Seconds since 1970.
+        owner: Only whose runs are described, and named where others wait for them;
+            None for everybody's.
+    """
+    order = admission(config, runs, None, now=now, lengths=True)
+    waits, starts = order.plan().waits, order.forecast()
+    mine = [one for one in runs if owner is None or one.request.owner == owner]
+    names = {one.name for one in mine}
+    found: list[dict[str, Any]] = []
+    for one in mine:
+        wait, begins = waits.get(one.name), starts.get(one.name)
+        found.append(
+            {
+                "run": one.name,
+                "job": one.run.path.parent.name,
+                "owner": one.request.owner,
+                "priority": one.request.priority,
+                "status": one.status,
+                "age_seconds": max(0.0, now - one.request.at),
+                "rounds": one.rounds,
+                "loss": one.loss,
+                "without": one.away,
+                "back": one.back,
+                "waits": "" if wait is None else wait.text(names.__contains__),
+                "starts_in_seconds": (
+                    None if wait is None or begins is None else max(0.0, begins - now)
+                ),
+                "reason": one.reason,
+            }
+        )
+    return found
 
 
 def check_submission(

@@ -73,11 +73,15 @@ class QueueSpec:
         slice_seconds: The shortest turn of a run while one of the same priority waits
             whose owner has used less than its share.
         age_seconds: Waiting time that raises a run by one priority.
+        functions: Functions that a job submitted with an owner's token may name, as
+            `policy.functions` of `site.toml`: the coordinator on this host calls them
+            with the job's options.
     """
 
     max_runs: int = key(default=1, low=1)
     slice_seconds: float = key(default=600.0, above=0.0)
     age_seconds: float = key(default=3600.0, above=0.0)
+    functions: tuple[str, ...] = ("clients.models:*",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ that a run of many sites is not passed by runs of few for ever.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 # Usage counts half after so long: what an owner used last month does not matter.
@@ -83,18 +83,37 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """What a run waits for.
+
+    Attributes:
+        what: In words.
+        runs: Those that have it, or whose turn comes first.
+    """
+
+    what: str
+    runs: Sequence[str] = ()
+
+    def text(self, visible: Callable[[str], bool] = lambda _run: True) -> str:
+        """Put it into words; runs that a reader may not know of are not named."""
+        named = [run for run in self.runs if visible(run)]
+        many = "runs" if len(named) > 1 else "run"
+        return f"{self.what} ({many} {', '.join(named)})" if named else self.what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What to do now.
 
     Attributes:
         start: Runs whose turn begins.
         pause: Runs at work that are to make way after their round.
-        waits: What each other run waits for, in words.
+        waits: What each other run waits for.
     """
 
     start: Sequence[str]
     pause: Sequence[str]
-    waits: Mapping[str, str]
+    waits: Mapping[str, Wait]
 
 
 def plan(
@@ -117,17 +136,18 @@ def plan(
     ranked = _ranked(candidates, shares, rules, now)
     chosen = _chosen(ranked, slots, rules.max_runs)
     held = [one for one in ranked if one.holds]
-    start, pause, waits = list[str](), list[str](), dict[str, str]()
+    start, pause, waits = list[str](), list[str](), dict[str, Wait]()
     for index, one in enumerate(ranked):
         if one.holds:
             pause += [one.name] if one.refused else []
             continue
         blocked = _blocking(one, held, slots, rules.max_runs)
         if one.refused:
-            waits[one.name] = one.refused
+            waits[one.name] = Wait(what=one.refused)
         elif one.name not in chosen or blocked:
-            claims = blocked or _claims(one, ranked[:index])
-            waits[one.name] = _reason(claims, rules.max_runs)
+            waits[one.name] = _wait(blocked, rules.max_runs)
+            if not blocked:
+                waits[one.name] = _wait_in_line(one, ranked[:index])
         else:
             start.append(one.name)
         if one.name in chosen:
@@ -256,19 +276,16 @@ def _late(
     return found
 
 
-def _claims(one: Candidate, before: Sequence[Candidate]) -> dict[str, list[Candidate]]:
-    """Runs before a candidate for which its slots are kept free."""
+def _wait_in_line(one: Candidate, before: Sequence[Candidate]) -> Wait:
+    """Name the runs before a candidate for which its slots are kept free."""
     waiting = [each for each in before if not each.holds and not each.refused]
     shared = [each for each in waiting if each.sites & one.sites]
-    return {"": shared or waiting}
+    names = [each.name for each in shared or waiting]
+    return Wait(what="runs whose turn comes first", runs=names)
 
 
-def _reason(blocked: Mapping[str, Sequence[Candidate]], max_runs: int) -> str:
-    sites = [site for site in blocked if site]
-    runs = [*dict.fromkeys(each.name for found in blocked.values() for each in found)]
-    names = f"run {runs[0]}" if len(runs) == 1 else f"runs {', '.join(runs)}"
-    if sites:
-        return f"a slot at {', '.join(sites)} ({names})"
-    if all(each.holds for found in blocked.values() for each in found):
-        return f"one of {max_runs} runs at once ({names})"
-    return f"{names}, whose turn comes first"
+def _wait(blocked: Mapping[str, Sequence[Candidate]], max_runs: int) -> Wait:
+    sites = ", ".join(site for site in blocked if site)
+    names = dict.fromkeys(each.name for found in blocked.values() for each in found)
+    what = f"a slot at {sites}" if sites else f"one of {max_runs} runs at once"
+    return Wait(what=what, runs=[*names])

@@ -34,6 +34,7 @@ from deploy.aggregator_host import (
 )
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_service import EnrolmentService
+from deploy.aggregator_host.owner_service import OwnerService
 from deploy.aggregator_host.run_queue import (
     CoordinatorStart,
     DeadCoordinators,
@@ -228,6 +229,9 @@ class AggregatorService:
             "GET /health": self._health,
             "GET /enroll": enrolment.authority,
             "POST /enroll": enrolment.handle,
+            "POST /owner": OwnerService(
+                config=self.config, clock=self.clock, listener=self.listener
+            ).handle,
         }
 
     @property

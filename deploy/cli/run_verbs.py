@@ -6,12 +6,13 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy import exit_codes
+from deploy.cli import remote_runs
 from deploy.cli.arguments import load_job
 from deploy.cli.run_progress import run_progress
 from deploy.cli.terminal import say, say_json, say_table, tell
@@ -22,7 +23,7 @@ from monitoring import units
 
 if TYPE_CHECKING:
     from deploy.aggregator_host.config import AggregatorConfig
-    from deploy.aggregator_host.run_queue import Outcome, Queue, QueuedRun
+    from deploy.aggregator_host.run_queue import Outcome, Queue
     from federation.protocols import Clock
     from monitoring.runs.run_folder import RunFolder
 
@@ -33,6 +34,8 @@ PAUSE_SECONDS = 3.0  # A coordinator that ends leaves its outcome before.
 
 
 def _run(options: argparse.Namespace) -> int:
+    if remote_runs.is_remote(options):
+        return remote_runs.run(options)
     job = load_job(options)
     from deploy.aggregator_host import admission, run_queue  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.aggregator_host.parties import Parties, check, submitted  # noqa: PLC0415
@@ -169,7 +172,7 @@ def _waits_for(
             return f"run {run.path.name} is not started: {each.reason}"
     turn = admission(config, queue.runs, None, now=now).plan().waits
     if run.path.name in turn:
-        return f"run {run.path.name} waits for {turn[run.path.name]}"
+        return f"run {run.path.name} waits for {turn[run.path.name].text()}"
     found = run_queue.connected(run)
     if found is None:
         return f"run {run.path.name} waits for its coordinator, and then for its sites"
@@ -300,8 +303,9 @@ def _lines(
 
 
 def _ps(options: argparse.Namespace) -> int:
-    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.aggregator_host.admission import admission  # noqa: PLC0415 -- as above
+    if remote_runs.is_remote(options):
+        return _say_rows(options, remote_runs.rows(options))
+    from deploy.aggregator_host import admission, run_queue  # noqa: PLC0415 -- keeps `--help` fast
     from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
 
     config = _config(options)
@@ -313,9 +317,10 @@ def _ps(options: argparse.Namespace) -> int:
     for one in queue.damaged:
         tell(f"run {one.run.path.name} is not started: {one.reason}")
     now = options.clock.now()
-    order = admission(config, queue.runs, None, now=now, lengths=True)
-    waits, starts = order.plan().waits, order.forecast()
-    rows = [_row(one, now, waits, starts) for one in queue.runs]
+    return _say_rows(options, admission.rows(config, queue.runs, now=now))
+
+
+def _say_rows(options: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
     if options.json:
         say_json(rows)
         return DONE
@@ -326,7 +331,7 @@ def _ps(options: argparse.Namespace) -> int:
         row["age"] = units.format_duration(row["age_seconds"])
         row["loss"] = "" if row["loss"] is None else units.format_number(row["loss"])
     names = ["run", "job", "status", "age", "rounds", "loss", "without", "back"]
-    if any(row["owner"] != run_queue.OPERATOR or row["priority"] for row in rows):
+    if any(row["owner"] != "operator" or row["priority"] for row in rows):
         names[2:2] = ["owner", "priority"]
     names += [name for name in ("waits", "starts") if any(row[name] for row in rows)]
     cut = "reason" if any(row["reason"] for row in rows) else ""
@@ -337,35 +342,13 @@ def _ps(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _row(
-    handed: "QueuedRun",
-    now: float,
-    waits: Mapping[str, str],
-    starts: Mapping[str, float],
-) -> dict[str, Any]:
-    begins = starts.get(handed.name) if handed.name in waits else None
-    return {
-        "run": handed.name,
-        "job": handed.run.path.parent.name,
-        "owner": handed.request.owner,
-        "priority": handed.request.priority,
-        "status": handed.status,
-        "age_seconds": max(0.0, now - handed.request.at),
-        "rounds": handed.rounds,
-        "loss": handed.loss,
-        "without": handed.away,
-        "back": handed.back,
-        "waits": waits.get(handed.name, ""),
-        "starts_in_seconds": None if begins is None else max(0.0, begins - now),
-        "reason": handed.reason,
-    }
-
-
 def _cell(value: Any) -> str:
     return str(value) if isinstance(value, str | int) else "; ".join(value)
 
 
 def _watch(options: argparse.Namespace) -> int:
+    if remote_runs.is_remote(options):
+        return remote_runs.watch(options)
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
     run = _find(options)
@@ -375,6 +358,8 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
+    if remote_runs.is_remote(options):
+        return remote_runs.logs(options)
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
     from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
     from monitoring.terminal.progress import PlainProgress  # noqa: PLC0415
@@ -401,6 +386,8 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 def _stop(options: argparse.Namespace) -> int:
+    if remote_runs.is_remote(options):
+        return remote_runs.stop(options)
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
     run = _find(options)

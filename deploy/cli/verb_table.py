@@ -177,6 +177,11 @@ def _named_path(text: str) -> Path:
     return Path(text)
 
 
+def _aggregator(text: str) -> Path | str:
+    """The configuration of an aggregator on this host, or the URL of one elsewhere."""
+    return text if text.startswith("https://") else Path(text)
+
+
 def _minutes(text: str) -> int:
     # The length first: Python refuses to read a number of thousands of digits.
     minutes = int(text) if text.isdecimal() and len(text) <= _MINUTES_DIGITS else 0
@@ -213,6 +218,7 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {
     "float": float,
     "path": Path,
     "named_path": _named_path,
+    "aggregator": _aggregator,
     "minutes": _minutes,
     "count": _count,
     "amount": _amount,

@@ -45,11 +45,13 @@ class Aggregator:
         address: ``HOST:PORT``.
         root: The only authority that may speak for it, PEM; empty before it is known.
         certificate: File with the site's certificate and its key; None for none.
+        path: Where messages are posted.
     """
 
     address: str
     root: bytes = field(repr=False)
     certificate: Path | None = None
+    path: str = _PATH
 
     def authority(self, fingerprint: str) -> bytes:
         """Ask for the root certificate, and take it if its fingerprint is right.
@@ -70,7 +72,7 @@ class Aggregator:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-        status, body = self._call(context, "GET", b"")
+        status, body = self._call(context, "GET", _PATH)
         if status in PASSING:
             raise EnrolmentRefused(
                 f"{self.address} does not answer: {_reason(status, body)}",
@@ -102,7 +104,7 @@ class Aggregator:
             JobError: A file holds no certificate.
         """
         context = client_context(self.root, self.certificate)
-        status, answer = self._call(context, "POST", body)
+        status, answer = self._call(context, "POST", self.path, body)
         if status == _DONE:
             return answer
         raise EnrolmentRefused(
@@ -110,12 +112,12 @@ class Aggregator:
         )
 
     def _call(
-        self, context: ssl.SSLContext, method: str, body: bytes
+        self, context: ssl.SSLContext, method: str, path: str, body: bytes = b""
     ) -> tuple[int, bytes]:
         host, port = parse_address(self.address, key="aggregator.address")
         connection = https_line(host, port, context=context, seconds=CALL_SECONDS)
         try:
-            connection.request(method, _PATH, body or None)
+            connection.request(method, path, body or None)
             response = connection.getresponse()
             answer = response.read(MAX_ANSWER_BYTES + 1)
         except ssl.SSLCertVerificationError as error:

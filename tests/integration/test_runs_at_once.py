@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from support.deployment import (
 from support.programs import needs
 from support.slow_models import SECONDS
 
+from deploy.cli import remote_runs
 from deploy.wiring.simulation import simulate
 from federation.job import job_file
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
+from privacy.membership.token import Token
 
 JOBS = Path(__file__).parents[2] / "jobs"
 POLICY = """
@@ -47,10 +50,14 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     folder = tmp_path_factory.mktemp("federation")
     with deployed(folder, POLICY, started=False, environment=_ANEW) as made:
         config = Path(made.config)
-        queue = "\n[queue]\nmax_runs = 2\nslice_seconds = 4.0\nage_seconds = 3600.0\n"
+        queue = "\n[queue]\nmax_runs = 2\nslice_seconds = 4.0\n"
+        queue += 'functions = ["support.slow_models:slow_network"]\n'
         config.write_text(config.read_text() + queue)
         made.end("aggregator")
         made.start_aggregator()
+        log = folder / "aggregator.log"
+        ready = "the aggregator is ready"
+        wait_for(lambda: log.read_text().count(ready) == 2, f"it is ready: {log}")
         for site in SITES:
             path = folder / site / "site.toml"
             path.write_text("max_runs = 2\n" + path.read_text())
@@ -199,3 +206,38 @@ def test_private_runs_at_once_keep_their_ledgers(
             assert {c.round_index for c in ledger.charges} >= {1, 2, 3, 4}
             steps = sum(charge.event.steps for charge in ledger.charges)
             assert steps == sum(event[3] for event in known[run.name]["events"])
+
+
+def test_an_owner_elsewhere_has_its_own_runs(
+    federation: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Through the proxy, with a token; without a valid one nothing is learned."""
+    owners = ["aggregator", "owners"]
+    config = ["--config", federation.config]
+    tokens = {}
+    for name in ("ann", "bob"):
+        tokens[name] = crossfed(*owners, "add", name, *config).stdout.strip()
+    at = ["--aggregator", f"https://127.0.0.1:{federation.port}"]
+    monkeypatch.setenv(remote_runs.TOKEN, tokens["ann"])
+    path = job(tmp_path, "remote", rounds=3)
+    name = crossfed("run", str(path), *at, "--detach").stdout.strip()
+    assert crossfed("watch", name, *at).stdout == f"run {name} completed\n"
+    log = crossfed("logs", name, *at, "--json").stdout.splitlines()
+    (run,) = (federation.folder / "aggregator" / "runs").glob(f"remote/{name}")
+    assert log == (run / "events.jsonl").read_text().splitlines()
+    same_as_simulated(run, path)
+    assert ps(federation)[name]["owner"] == "ann"
+    monkeypatch.setenv(remote_runs.TOKEN, tokens["bob"])
+    assert json.loads(crossfed("ps", *at, "--json").stdout) == []
+    nothing = crossfed("watch", name, *at, code=1).stderr
+    assert f"you have no run {name!r}" in nothing
+    crossfed(*owners, "revoke", "bob", *config)
+    forged = Token.parse(tokens["bob"])
+    forged = replace(forged, secret=bytes(32))
+    told = set()
+    for token in (tokens["bob"], forged.text):
+        monkeypatch.setenv(remote_runs.TOKEN, token)
+        told |= {crossfed(verb, *at, code=1).stderr for verb in ("ps",)}
+        told |= {crossfed("stop", name, *at, code=1).stderr}
+    assert len(told) == 1
+    assert "unknown or revoked" in told.pop()

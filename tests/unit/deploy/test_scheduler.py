@@ -94,7 +94,7 @@ def jain(values: Sequence[float]) -> float:
 def test_the_oldest_begins_and_the_next_waits_for_it():
     plan = planned(run("late", submitted=2.0), run("early", submitted=1.0))
     assert plan.start == ["early"]
-    assert "early" in plan.waits["late"]
+    assert "early" in plan.waits["late"].text()
     assert not plan.pause
 
 
@@ -158,7 +158,7 @@ def test_a_higher_priority_pauses_what_is_at_work():
     rules = replace(RULES, max_runs=3)
     plan = planned(low, other, urgent, rules=rules, now=6.0)
     assert (plan.start, plan.pause) == ([], ["low"])
-    assert plan.waits["urgent"] == "a slot at a, b (run low)"
+    assert plan.waits["urgent"].text() == "a slot at a, b (run low)"
     two = [replace(urgent, name=name) for name in ("u1", "u2")]
     plan = planned(low, other, *two, rules=replace(RULES, max_runs=2), now=6.0)
     assert plan.pause == ["low"]  # The second could not begin even so.
@@ -213,7 +213,7 @@ def test_runs_of_other_sites_go_on_beside_it():
     here, there = run("here", holds=True, begun=0.0), run("there", sites=frozenset("c"))
     assert planned(here, there, rules=rules).start == ["there"]
     full = planned(here, there)
-    assert full.waits["there"] == "one of 1 runs at once (run here)"
+    assert full.waits["there"].text() == "one of 1 runs at once (run here)"
 
 
 def test_a_site_takes_as_many_runs_as_it_says():
@@ -221,14 +221,14 @@ def test_a_site_takes_as_many_runs_as_it_says():
     runs = [run(f"r{n}", submitted=float(n)) for n in range(4)]
     plan = planned(*runs, rules=rules, slots={"a": 3, "b": 2})
     assert plan.start == ["r0", "r1"]
-    assert plan.waits["r2"] == "a slot at b (runs r0, r1)"
+    assert plan.waits["r2"].text() == "a slot at b (runs r0, r1)"
 
 
 def test_what_is_refused_waits_with_the_reason_and_holds_nothing_up():
     spent = run("spent", submitted=0.0, refused="ann has used 9 of 8 site-hours")
     plan = planned(spent, run("next", "bob", submitted=1.0))
     assert plan.start == ["next"]
-    assert plan.waits["spent"] == spent.refused
+    assert plan.waits["spent"].text() == spent.refused
     at_work = replace(spent, holds=True, begun=0.0)
     assert planned(at_work).pause == ["spent"]
 

@@ -197,7 +197,10 @@ def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
     assert plan.pause == ["a"]
     submitted(tmp_path, "b", owner="ann")
     waits = order(tmp_path, {7: RUNNING}, 3600.1).plan().waits
-    assert waits["b"] == "owner 'ann' has used 2 of 1.5 site-hours (quota site_hours)"
+    assert (
+        waits["b"].text()
+        == "owner 'ann' has used 2 of 1.5 site-hours (quota site_hours)"
+    )
 
 
 def check(folder: Path, owner: str, priority: int = 0, epsilon: float = 0.0) -> str:
