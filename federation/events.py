@@ -164,7 +164,7 @@ class SitePrivacy:
         delta: The probability that goes with it.
         noise_multiplier: Standard deviation of the noise over the sensitivity.
         sampling_rate: Probability of each record to be in a step.
-        steps_per_round: Private steps of a round.
+        steps_per_round: Private steps of a round, at most.
         held_out_noise: Standard deviation of the noise on the number of right
             held-out predictions; None if held-out results leave without noise.
     """

@@ -31,6 +31,7 @@ from clients.privacy.site_memory import SiteMemory
 from clients.privacy.spending import BudgetedTrainer, ClippingTrainer, Releases
 from clients.privacy.standardise import Statistics, StatisticsMemory
 from clients.privacy.sum_plan import SumPrivacy
+from clients.training.kept_steps import KeptSteps
 from clients.training.local_federation import Federation
 from clients.training.private_steps import (
     PrivateTraining,
@@ -189,7 +190,9 @@ class SitePlan:
             found.append(replace(event, steps=event.steps * self.num_evaluations))
         return tuple(found)
 
-    def budgeted(self, trainer: ClippingTrainer, ledger: Ledger) -> BudgetedTrainer:
+    def budgeted(
+        self, trainer: ClippingTrainer, ledger: Ledger, kept: KeptSteps | None = None
+    ) -> BudgetedTrainer:
         """Wrap a trainer so that it charges a ledger before each planned release."""
         releases = Releases(
             round_event=self.round_event,
@@ -201,7 +204,7 @@ class SitePlan:
             once=self.once,
             noise_varies=self.noise_varies,
         )
-        return BudgetedTrainer(trainer, ledger, releases)
+        return BudgetedTrainer(trainer, ledger, releases, kept)
 
 
 @dataclass(eq=False)
@@ -328,6 +331,7 @@ class PrivateSites:
         train, held_out = federation.site_data[name]
         statistics = self._released(name, plan, ledger)
         trainer: ClippingTrainer
+        kept = None
         if make is not None:
             trainer = make(plan.training, statistics)
         elif federation.job.training.task == TRAINER:
@@ -335,6 +339,7 @@ class PrivateSites:
         else:
             if statistics is not None:
                 train, held_out = statistics.apply(train), statistics.apply(held_out)
+            kept = federation.kept_steps
             trainer = TorchTrainer(
                 federation.job,
                 name,
@@ -344,8 +349,9 @@ class PrivateSites:
                 private=plan.training,
                 seed=federation.order_seed,
                 ends_early=federation.ends_early,
+                kept_steps=kept,
             )
-        return plan.budgeted(trainer, ledger)
+        return plan.budgeted(trainer, ledger, kept)
 
     def _released(
         self, name: SiteId, plan: SitePlan, ledger: ClosableLedger

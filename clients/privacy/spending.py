@@ -1,7 +1,8 @@
 """A trainer that asks the site's privacy ledger before anything private leaves.
 
 The ledger is charged, durably and for all of a round at once, before any of its work:
-what a crash interrupts stays charged, and a round that is refused costs nothing.
+what a crash interrupts stays charged, and a round that is refused costs nothing. Only
+steps that were kept in order are continued for what they were charged.
 What would reveal single records without noise is withheld: the losses of training,
 and how many examples the site holds.
 """
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Unpack
 
+from clients.training.kept_steps import KeptSteps
 from federation.errors import BudgetExceeded, ProtocolError
 from federation.messages import (
     NO_ANCHOR,
@@ -29,6 +31,7 @@ from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.held_out import HeldOutMechanism
 from privacy.dp.ledger.ledger import Ledger, Release
+from privacy.dp.ledger.ledger_format import Charge
 
 
 class ClippingTrainer(Trainer, Protocol):
@@ -129,11 +132,20 @@ def _steps_from(rate: float, events: Iterable[PrivacyEvent]) -> int:
     return sum(each.steps for each in events if each.sampling_rate >= rate)
 
 
+def _name(charge: Charge) -> str:
+    """Name an entry; one with its place, of a ledger that was restored, has another."""
+    return f"{charge.seq}@{charge.time!r}"
+
+
 class BudgetedTrainer:
     """A ``federation.protocols.Trainer`` around a private one and a ledger."""
 
     def __init__(
-        self, trainer: ClippingTrainer, ledger: Ledger, releases: Releases
+        self,
+        trainer: ClippingTrainer,
+        ledger: Ledger,
+        releases: Releases,
+        kept: KeptSteps | None = None,
     ) -> None:
         """Charge what ``trainer`` does to ``ledger``.
 
@@ -141,10 +153,13 @@ class BudgetedTrainer:
             trainer: Takes private steps, as ``releases.event_in`` says.
             ledger: The site's own, of this run.
             releases: What each piece of work costs.
+            kept: Keeps the steps of a round that the site cannot end; None to keep
+                none.
         """
         self._trainer = trainer
         self._ledger = ledger
         self._releases = releases
+        self._kept = kept
         # What was charged and has not been done yet.
         self._round_index = -1
         self._trains = False
@@ -183,17 +198,48 @@ class BudgetedTrainer:
         releases: list[Release] = []
         if trains:
             event = self._releases.event_in(round_index, steps)
-            self._check_room(event, round_index)
+            if self._is_paid(event):
+                event = replace(event, steps=0)
+            else:
+                self._check_room(event, round_index)
             releases.append((event, "train"))
         if held_out is not None:
             releases += [(held_out.event(), "evaluate")] * evaluations
         self._ledger.charge_all(releases, round_index=round_index)
         self._round_index, self._steps = round_index, steps
         self._trains, self._evaluations = trains, evaluations
+        if self._kept is not None and trains:
+            self._kept.charge = _name(self._trainings()[-1])
+
+    def _is_paid(self, event: PrivacyEvent) -> bool:
+        """Whether the newest charge of training is for such a round and released none.
+
+        Every round writes an entry into the ledger before its work. It has 0 steps if
+        the site left in order under the entry before it: at a notice, which no record
+        decides, after s of n steps, with all that it knew of them in its own store and
+        no answer sent. So entries e_1, e_2, ... of n steps, each with those of 0 steps
+        that follow it, have at most one answer. It is a function of the n steps, at
+        most, that led to it; others were dropped unseen, as for a process that is
+        killed. Each answer has an e_i, so that all are post-processing of what the
+        ledger composes, whichever kept steps it continued from: steps in two answers
+        are charged twice and taken once.
+
+        An entry cannot be used again. Kept steps name it, and the next round, also one
+        that continues them, moves the ledger on: a copy that is put back names an entry
+        that has others after it. The ledger itself is held to its anchor, and a process
+        that ends in another way, which may depend on records, pays anew.
+        """
+        charges = self._trainings()
+        if self._kept is None or not charges:
+            return False
+        had = [c.event for c in charges if c.event.steps]
+        return self._kept.left_under() == _name(charges[-1]) and had[-1:] == [event]
+
+    def _trainings(self) -> Sequence[Charge]:
+        return [c for c in self._ledger.charges() if c.purpose == "train"]
 
     def _check_room(self, event: PrivacyEvent, round_index: int) -> None:
-        charges = self._ledger.charges()
-        charged = [each.event for each in charges if each.purpose == "train"]
+        charged = [each.event for each in self._trainings()]
         if not self._releases.has_room(event, charged):
             raise BudgetExceeded(
                 f"round {round_index} has sampling rate {event.sampling_rate:.3g}, and "

@@ -6,6 +6,9 @@ which a replacement of the machine has too. If the same round is asked again, wi
 same model, the replacement continues after the last step, and its result is the same to
 the last bit. The state of any other round is removed.
 
+Private steps continue in any round that begins with the same model and takes as many:
+their samples and noise are fresh. What they cost is in ``clients.privacy.spending``.
+
 Only where a round may be continued: see ``JobSpec.continues_rounds``. The state never
 leaves the site.
 
@@ -108,6 +111,8 @@ class KeptSteps:
         writing: Entered while a state is written, for which the process may wait.
         every_seconds: Time between two copies that are made without a notice; 0 makes
             none.
+        charge: Names the round's entry in the site's privacy ledger; empty where steps
+            are not private.
     """
 
     site: SiteId
@@ -121,6 +126,7 @@ class KeptSteps:
     steps: Callable[[], AbstractContextManager[object]] = nullcontext
     writing: Callable[[], AbstractContextManager[object]] = nullcontext
     every_seconds: float = 0.0
+    charge: str = field(default="", init=False)
     _most_bytes: int = field(default=_SLACK_BYTES, init=False)
     _due: float = field(default=math.inf, init=False)
 
@@ -156,7 +162,7 @@ class KeptSteps:
             return None
         try:
             head, arrays = _parsed(content)
-            of = {**self._of, "round": round_index, "start": start()}
+            of = {**self._of_round(round_index), "start": start()}
             odd = [name for name, its in of.items() if head["of"].get(name) != its]
             facts = dict(head["facts"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -180,6 +186,19 @@ class KeptSteps:
             facts.get("position"),
         )
         return KeptState(arrays=arrays, facts=facts)
+
+    def left_under(self) -> str:
+        """Under which charge the site left in order, with its steps; empty for none.
+
+        Damage that only ``begin`` finds costs the steps, and no other answer.
+        """
+        try:
+            content = self.store.read(self._key, length=_HEAD_BYTES)
+            head = json.loads(content[: content.index(b"\n")])
+            is_ours = self._of.items() <= head["of"].items()
+            return str(head["left"]) if is_ours else ""
+        except (StoreError, ValueError, KeyError, TypeError, AttributeError):
+            return ""
 
     def _read(self) -> memoryview:
         """Read an object; nothing of one that is larger than any of the model."""
@@ -212,12 +231,12 @@ class KeptSteps:
         if not is_last and self.clock.monotonic() < self._due:
             return
         with self.writing():
-            text = self._keep(round_index, start, snapshot)
+            text = self._keep(round_index, start, snapshot, is_last=is_last)
         if is_last:
             raise LeftAtStep(
-                f"site {self.site!r} leaves during round {round_index}: {text}. If it "
-                "is back before the round ends, it is asked again; the round waits "
-                "only if its quorum needs this site"
+                f"site {self.site!r} leaves during round {round_index}: {text}. The "
+                "round waits for it only if its quorum needs this site; steps that are "
+                "kept continue when it is asked to train from the same model"
             )
 
     def forget(self) -> None:
@@ -227,8 +246,16 @@ class KeptSteps:
         except StoreError as error:
             _LOG.warning("site %s cannot remove %s: %s", self.site, self._key, error)
 
+    def _of_round(self, round_index: int) -> Mapping[str, Fact]:
+        return self._of if self.charge else {**self._of, "round": round_index}
+
     def _keep(
-        self, round_index: int, start: Callable[[], str], snapshot: Snapshot
+        self,
+        round_index: int,
+        start: Callable[[], str],
+        snapshot: Snapshot,
+        *,
+        is_last: bool,
     ) -> str:
         """Store a state; an error costs these steps and nothing else."""
         begin = self.clock.monotonic()
@@ -236,10 +263,10 @@ class KeptSteps:
         if found is None or _size_of(found) > self._most_bytes:
             self._due = math.inf
             return "its steps are lost: not all of their state can be kept"
-        of: Mapping[str, Fact]
-        of = {**self._of, "round": round_index, "start": start()}
+        of: Mapping[str, Fact] = {**self._of_round(round_index), "start": start()}
+        head = {"of": of, "left": self.charge if is_last else ""}
         try:
-            self.store.put(self._key, self._pieces(of, found, begin + WRITE_SECONDS))
+            self.store.put(self._key, self._pieces(head, found, begin + WRITE_SECONDS))
             self.confirm()
         except StoreError as error:
             text = f"its steps are lost: {error}"
@@ -253,7 +280,7 @@ class KeptSteps:
         return text
 
     def _pieces(
-        self, of: Mapping[str, Fact], state: KeptState, end: float
+        self, head: Mapping[str, Any], state: KeptState, end: float
     ) -> Iterator[bytes | memoryview]:
         """Yield an object, piece by piece.
 
@@ -261,7 +288,7 @@ class KeptSteps:
             StoreUnavailable: It takes longer than the machine may stay.
         """
         rows = [[name, str(a.dtype), a.shape] for name, a in state.arrays.items()]
-        head = {"of": of, "facts": dict(state.facts), "arrays": rows}
+        head = {**head, "facts": dict(state.facts), "arrays": rows}
         line = json.dumps(head, sort_keys=True).encode() + b"\n"
         found = hashlib.sha256(line)
         yield line

@@ -410,6 +410,10 @@ class TorchTrainer:
             return LostSteps()
         # Steps are a part of what a round begins with where its number does not say.
         steps = start.steps if leaves_steps_open(self.job) else None
+        generators = global_generators(self.pool.device)
+        if self.private is not None:
+            # The next steps draw afresh, and states of generators are secret.
+            steps, generators = range(len(start.steps)), []
         return InterruptedSteps(
             self.kept_steps,
             start,
@@ -418,7 +422,7 @@ class TorchTrainer:
             ),
             optimizer=optimizer,
             sums=sums,
-            generators=global_generators(self.pool.device),
+            generators=generators,
             seed=torch_seed(self._seed, "training", self.site, start.round_index),
         )
 

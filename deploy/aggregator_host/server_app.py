@@ -241,7 +241,7 @@ def _connector(
                 frames=frames,
                 ordered=waits_for_all(deployed.job),
                 poll_seconds=SUPERLINK_POLL_SECONDS,
-                asks_again=deployed.job.continues_rounds,
+                asks_again=deployed.job.repeats_tasks,
             ),
             stopped=wait.look,
         )

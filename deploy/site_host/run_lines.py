@@ -118,7 +118,7 @@ def lost_work(job: JobSpec, task: Task) -> str:
     waits = (
         "If the site is back before the round ends, it is asked again; the round waits "
         "only if its quorum needs this site"
-        if job.continues_rounds
+        if job.repeats_tasks
         else "If the quorum needs this site, the round has no result, and the next "
         "round waits for the site"
     )

@@ -768,21 +768,29 @@ class JobSpec:
 
     @property
     def continues_rounds(self) -> bool:
-        """Whether a site may go on with a round that it began before.
+        """Whether a site may go on with steps that it took before it was interrupted.
 
-        With secure aggregation a site answers a round once. With differential
-        privacy every attempt is charged as a whole round: steps of the first one are
-        discarded, have released nothing, and stay charged. Steps that were taken ahead
+        With secure aggregation a site answers a round once, and the steps of the next
+        one are others, except private ones, which draw their records afresh. With noise
+        in the sum a round is a release, and not its steps. Steps that were taken ahead
         of a round begin with what only one process has. A loop of the user's cannot
         begin in the middle.
         """
-        privacy = self.privacy
+        secure, private = (
+            self.privacy.secure_aggregation,
+            self.privacy.differential_privacy,
+        )
         return not (
-            privacy.secure_aggregation.enabled
-            or privacy.differential_privacy.enabled
+            (secure.enabled and not private.clips_gradients)
+            or private.in_sum
             or self.training.overlap_steps
             or self.training.task == "trainer"
         )
+
+    @property
+    def repeats_tasks(self) -> bool:
+        """Whether a site that is back while its round goes on is asked again."""
+        return self.continues_rounds and not self.privacy.secure_aggregation.enabled
 
     @property
     def leaves_average(self) -> bool:

@@ -152,6 +152,7 @@ def _merge(events: tuple[PrivacyEvent, ...]) -> tuple[PrivacyEvent, ...]:
             noise_multiplier=noise, sampling_rate=rate, slack=slack, steps=count
         )
         for (noise, rate, slack), count in sorted(steps.items())
+        if count
     )
 
 

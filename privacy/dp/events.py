@@ -25,7 +25,7 @@ class PrivacyEvent:
             the sum, > 0, both after rounding: the one that was really in force.
         sampling_rate: Probability q of each record to be in a step, in (0, 1];
             1 is a release from all records, without amplification.
-        steps: How often, at least 1.
+        steps: How often; 0 for a round that only ends steps which an earlier event has.
         slack: Probability that a step is not covered by ``noise_multiplier``, in
             [0, 1); an accountant takes ``steps * slack`` from delta.
 
@@ -46,8 +46,8 @@ class PrivacyEvent:
             )
         if not 0 < self.sampling_rate <= 1:
             raise ValueError(f"sampling_rate is {self.sampling_rate}, not in (0, 1]")
-        if not 1 <= self.steps <= MAX_STEPS:
-            raise ValueError(f"steps is {self.steps}, not from 1 to {MAX_STEPS}")
+        if not 0 <= self.steps <= MAX_STEPS:
+            raise ValueError(f"steps is {self.steps}, not from 0 to {MAX_STEPS}")
         if not 0 <= self.slack < 1:
             raise ValueError(f"slack is {self.slack}, not in [0, 1)")
 

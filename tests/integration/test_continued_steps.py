@@ -11,6 +11,7 @@ from support.held_models import HOLD
 from support.programs import needs
 
 from cloud_adapters.keys.key_file import add_key
+from privacy.dp.ledger.ledger_files import read_file
 
 POLICY = """
 privacy = "none"
@@ -43,11 +44,31 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def federation(tmp_path: Path) -> Iterator[Deployment]:
+PRIVATE_POLICY = """
+accept_two_sites = true
+max_epsilon = 9.0
+max_delta = 0.01
+total_epsilon = 99.0
+functions = ["support.held_models:held_network", "clients.data:*"]
+"""
+PRIVATE_STEPS = 20
+PRIVATE = """
+aggregation = { weights = "uniform" }
+[privacy.secure_aggregation]
+enabled = true
+[privacy.differential_privacy]
+unit = "record"
+target_epsilon = 8.0
+"""
+
+
+@pytest.fixture(params=[POLICY])
+def federation(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Deployment]:
     """One of its sites has a home, and both wait when a file says so."""
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
-    with deployed(tmp_path, POLICY, environment=environment, started=False) as made:
+    with deployed(
+        tmp_path, request.param, environment=environment, started=False
+    ) as made:
         add_key(tmp_path / "home.key")
         with (tmp_path / LEAVES / "site.toml").open("a") as file:
             file.write(
@@ -110,3 +131,53 @@ def test_another_machine_ends_the_round(federation: Deployment):
     assert log(made, "second").count(continues) == 1
     assert one["update_norm"] == other["update_norm"]
     assert not [*(folder / "runs").glob("*/sites/*/steps")]
+
+
+@pytest.mark.parametrize("federation", [PRIVATE_POLICY], indirect=True)
+def test_another_machine_ends_private_steps_in_the_next_secure_round(
+    federation: Deployment,
+):
+    """Whose sum needs both: the run costs as much as one that nothing disturbs."""
+    made, job = federation, federation.folder / "private.toml"
+    tables = {"local_steps": PRIVATE_STEPS, "batch_size": 64}
+    job.write_text(
+        JOB.replace("rounds = 1\n", "rounds = 3\n")
+        .replace("minimum_sites = 1, ", "")
+        .replace(
+            "local_steps = 300", ", ".join(f"{k} = {v}" for k, v in tables.items())
+        )
+        .replace("[model]", f"{PRIVATE}[model]")
+    )
+    follower = made.run(job)
+    wait_for(hold(made, LEAVES).with_suffix(".reached").exists, "it trains")
+    process = made.processes.pop(LEAVES)
+    process.terminate()
+    hold(made, LEAVES).unlink()
+    assert process.wait(60) == 0
+    assert "steps are kept" in log(made, LEAVES)
+    folder = made.folder / "second"
+    folder.mkdir(mode=0o700)
+    shutil.copy(made.folder / LEAVES / "site.toml", folder)
+    shutil.rmtree(made.folder / LEAVES)
+    made.start_site("second")
+    hold(made, STAYS).unlink()
+    wait_for(lambda: len(finished(made)) == 3, "it ends")
+    follower.communicate(timeout=100)
+    assert [each["status"] for each in finished(made)] == [
+        "lost",
+        "completed",
+        "completed",
+    ]
+    assert "continues round 2 after step" in log(made, "second")
+    ledgers = {
+        site: read_file(next(path.glob("runs/*/sites/*/ledger.jsonl"))).charges
+        for site, path in ((LEAVES, folder), (STAYS, made.folder / STAYS))
+    }
+    assert {
+        site: [(c.round_index, c.event.steps) for c in charges]
+        for site, charges in ledgers.items()
+    } == {
+        LEAVES: [(1, PRIVATE_STEPS), (2, 0), (3, PRIVATE_STEPS)],
+        STAYS: [(index, PRIVATE_STEPS) for index in (1, 2, 3)],
+    }
+    assert ledgers[LEAVES][-1].epsilon_after < ledgers[STAYS][-1].epsilon_after <= 8.0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from support import enrolments
+from support import enrolments, private_tokens
 from support.doomed import Durable
 
 from aggregator.checkpoint import RunCheckpoints
@@ -74,6 +74,32 @@ def charges(folder: Path) -> str:
     if len(released) < ROUNDS:
         return "charged" if len(charged) > len(released) else "released"
     return "whole"
+
+
+def interrupted(folder: Path) -> None:
+    """Leave a private round after each of its steps, end it, and send the answer."""
+    clock = VirtualClock(1.8e9 + len([*folder.rglob("*")]))
+    while not (folder / RELEASED).exists():
+        agent = private_tokens.Agent(folder, clock, leaves_after=1)
+        answer = agent.answer(1, 1.0)
+        agent.ledger.close()
+        clock.sleep(1.0)
+        if answer:
+            (folder / RELEASED).write_text(" ".join(map(str, answer)), "ascii")
+
+
+def continued(folder: Path) -> str:
+    """Compare an answer with the steps that were charged: how many more there are."""
+    path = folder / private_tokens.LEDGER / ledger_files.LEDGER_NAME
+    if not path.exists() or not path.read_bytes().endswith(b"\n"):
+        return "nothing"
+    events = ledger_files.read_file(path).events("train")
+    charged = sum(event.steps for event in events)
+    marks = folder / RELEASED
+    sent = marks.read_text("ascii").split() if marks.exists() else []
+    assert len({*sent}) == len(sent) <= charged
+    assert charged <= 3 * private_tokens.STEPS, "two kills cost two rounds"
+    return "answered" if sent else "charged" if charged else "nothing"
 
 
 def put(number: int) -> Callable[[Path], object]:
@@ -291,6 +317,14 @@ THINGS = {
         work=charge,
         look=charges,
         words=("new", "charged", "released", "whole"),
+    ),
+    "private steps": Durable(
+        lambda _: None,
+        interrupted,
+        continued,
+        ("nothing", "charged", "answered"),
+        leaves=2,
+        stride=3,
     ),
     "object of a folder": Durable(put(1), put(2), stored, ("1", "2")),
     "cached object": Durable(lambda _: None, cache, cached, ("0", "1")),

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ from torch import nn
 from clients.data.datasets import as_dataset
 from clients.methods import half_precision
 from clients.models.model_pool import ModelPool
-from clients.training.kept_steps import KeptSteps, LeftAtStep, most_bytes
+from clients.privacy.site_plans import PrivateSites
+from clients.training.kept_steps import KeptSteps, LeftAtStep, _parsed, most_bytes
 from clients.training.trainer import TorchTrainer
 from cloud_adapters.storage.disk.store import LocalStore
+from deploy.wiring.parts import build_federation
 from federation.clock import VirtualClock
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.protocols import LocalWeights
+from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
+from privacy.dp.mechanism import GaussianMechanism
 
 SITE, RUN = SiteId("site-0"), RunId("run-1")
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
@@ -329,25 +334,134 @@ def test_optimiser_with_other_state_keeps_nothing(
     assert not leaving.is_kept()
 
 
+SECURE = {"secure_aggregation": {"enabled": True}}
+
+
+def private(unit: str) -> dict[str, Any]:
+    table = {"unit": unit, "target_epsilon": 8.0, "clip_norm": 1.0, "delta": 1e-5}
+    return {"differential_privacy": table}
+
+
 @pytest.mark.parametrize(
-    "privacy",
+    ("privacy", "continues", "repeats"),
     [
-        {"secure_aggregation": {"enabled": True, "clip_norm": 1.0}},
-        {
-            "differential_privacy": {
-                "unit": "record",
-                "target_epsilon": 8.0,
-                "clip_norm": 1.0,
-            }
-        },
+        ({}, True, True),
+        (SECURE, False, False),  # A round is answered once, and others take its steps.
+        (private("record"), True, True),
+        (private("record") | SECURE, True, False),
+        (private("site") | SECURE, False, False),
+        (private("joint") | SECURE, False, False),
     ],
 )
-def test_rounds_that_are_not_continued(privacy: dict[str, Any]):
-    """One is answered once; the other is charged, and its steps released nothing."""
-    assert JOB.continues_rounds
-    weights = {"weights": "uniform"} if "differential_privacy" in privacy else {}
-    job = small_job(num_sites=3, privacy=privacy, aggregation=weights)
-    assert not job.continues_rounds
+def test_which_rounds_are_continued(
+    privacy: dict[str, Any],
+    continues: bool,  # noqa: FBT001
+    repeats: bool,  # noqa: FBT001
+):
+    job = small_job(
+        num_sites=3,
+        privacy=privacy,
+        aggregation={"weights": "uniform"},
+        evaluation={"every": 0},
+    )
+    assert (job.continues_rounds, job.repeats_tasks) == (continues, repeats)
+    ahead = {"local_steps": 4, "overlap_steps": 1}
+    assert not small_job(training=ahead).continues_rounds
+
+
+def same(count: int) -> bytes:
+    """Keys that do not depend on who asks first."""
+    return bytes(count)
+
+
+class PrivateMachine:
+    """One machine of a private site, with a ledger in its folder."""
+
+    def __init__(
+        self, folder: Path, *, goes_after: int = 0, steps: int = STEPS
+    ) -> None:
+        looks = iter(range(1, 1000))
+        job = small_job(
+            rounds=3,
+            model={"factory": f"{__name__}:dropping", "options": {}},
+            training={
+                "optimizer": {"name": "adamw", "lr": 0.1},
+                "batch_size": 8,
+                "local_steps": steps,
+            },
+            aggregation={"weights": "uniform"},
+            evaluation={"every": 0},
+            privacy=private("record"),
+        )
+        kept = KeptSteps(
+            SITE,
+            LocalStore(folder),
+            run_id=RUN,
+            job=job,
+            clock=VirtualClock(),
+            leaves=lambda: next(looks) == goes_after,
+        )
+        federation = replace(build_federation(job), kept_steps=kept)
+        self.sites = PrivateSites(
+            federation, run_id=RUN, folder=folder, clock=VirtualClock(1.8e9)
+        )
+        plan = self.sites.plans[SITE]
+        assert plan.training is not None
+        training = replace(plan.training, noise_multiplier=1.0, random_bytes=same)
+        self.sites.plans = {SITE: replace(plan, training=training)}
+        self.pool = federation.pool
+
+    def fit(self, round_index: int) -> LocalWeights:
+        with self.sites:
+            trainer = self.sites.trainer(SITE)
+            trainer.pay(round_index=round_index, trains=True, evaluations=0)
+            weights = self.pool.initial_weights()
+            result = trainer.fit(*weights, round_index=round_index)
+            assert isinstance(result, LocalWeights)
+            return result
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("round_index", [1, 2])
+def test_private_steps_go_on_where_they_were_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, round_index: int
+):
+    """In the same round, or with secure aggregation in the next: none is redrawn."""
+    released = []
+    real = GaussianMechanism.release_
+
+    def counted(self: GaussianMechanism, *arguments: Any) -> None:
+        released.append(self.noise_multiplier)
+        real(self, *arguments)
+
+    monkeypatch.setattr(GaussianMechanism, "release_", counted)
+    with pytest.raises(LeftAtStep, match="its 4 steps are kept"):
+        PrivateMachine(tmp_path, goes_after=4).fit(1)
+    assert len(released) == 4
+    head, arrays = _parsed(memoryview((tmp_path / KEY).read_bytes()))
+    assert "round" not in head["of"]
+    assert not [name for name in arrays if name.startswith("generator")]
+    assert PrivateMachine(tmp_path).fit(round_index).num_steps == STEPS
+    assert len(released) == STEPS
+    found = read_file(tmp_path / "sites" / SITE / LEDGER_NAME).charges
+    assert [(c.round_index, c.event.steps) for c in found] == [
+        (1, STEPS),
+        (round_index, 0),
+    ]
+    assert found[0].epsilon_after == found[1].epsilon_after
+    assert not (tmp_path / KEY).exists()
+
+
+def test_kept_private_steps_are_what_their_noise_led_to(tmp_path: Path):
+    """Those of a round that takes no more of them, bit for bit."""
+    with pytest.raises(LeftAtStep):
+        PrivateMachine(tmp_path / "one", goes_after=1).fit(1)
+    _, arrays = _parsed(memoryview((tmp_path / "one" / KEY).read_bytes()))
+    whole = PrivateMachine(tmp_path / "other", steps=1).fit(1)
+    np.testing.assert_array_equal(arrays["weights"], whole.weights_d)
 
 
 def test_a_state_larger_than_any_of_the_model_is_not_read(tmp_path: Path, caplog: Any):

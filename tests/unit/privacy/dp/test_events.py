@@ -19,7 +19,7 @@ EVENT = PrivacyEvent(noise_multiplier=1.1, sampling_rate=0.02, steps=20, slack=1
         ("sampling_rate", 0.0),
         ("sampling_rate", 1.01),
         ("sampling_rate", math.nan),
-        ("steps", 0),
+        ("steps", -1),
         ("steps", MAX_STEPS + 1),
         ("slack", -1e-9),
         ("slack", 1.0),

@@ -476,7 +476,7 @@ def forged(**change: object) -> bytes:
         {"purpose": "other"},
         {"purpose": []},
         {"event": {}},
-        {"event": EVENT.document() | {"steps": 0}},
+        {"event": EVENT.document() | {"steps": -1}},
         {"epsilon_after": -1.0},
         {"epsilon_after": "1"},
         {"more": 1},
