@@ -17,7 +17,7 @@ Shape suffixes: d float values of the model.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import reduce
@@ -59,6 +59,7 @@ from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.agreement.groups import (
     AggregatorDraw,
     Draw,
+    DrawResult,
     group_contract,
     write_group_offer,
     write_start,
@@ -74,10 +75,11 @@ from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord
 DRAWS_BEFORE_FAULT = 2  # A site may be slow once.
 
 
-class _OpenGroup:
+class OpenGroup:
     """One group, over all rounds."""
 
     def __init__(self, contract: Contract) -> None:
+        """Begin without keys."""
         self.contract = contract
         self.sites = tuple(member.site for member in contract.members)
         self.run_setup = RunSetup(contract)
@@ -86,10 +88,11 @@ class _OpenGroup:
 
     @property
     def names(self) -> str:
+        """Its sites, for messages."""
         return ", ".join(self.sites)
 
 
-_Sums = Mapping[_OpenGroup, OpenedSum]  # Of the groups whose sum counts.
+_Sums = Mapping[OpenGroup, OpenedSum]  # Of the groups whose sum counts.
 
 
 @dataclass(eq=False)
@@ -117,8 +120,8 @@ class GroupGather:
 
     def __post_init__(self) -> None:
         """Send nothing yet."""
-        self._groups: list[_OpenGroup] = []
-        self._group_of: dict[SiteId, _OpenGroup] = {}
+        self._groups: list[OpenGroup] = []
+        self._group_of: dict[SiteId, OpenGroup] = {}
         self._secrets: Mapping[int, bytes] = {}
         self._states = KeptStates(self.job, self.layout)
         self._exchange = SecureExchange(
@@ -157,9 +160,9 @@ class GroupGather:
                 without_sum(record.round_index) if not found else found.opened
             )
             if found:
-                self._states.keep(record, group.sites, found.opened.context)
-        record.sums.training = _pooled(train.TRAINING, sums)
-        record.sums.secret_evaluation = _pooled(train.EVALUATION, sums)
+                self._states.keep(record, group.sites, found.opened)
+        record.sums.training = pooled(train.TRAINING, sums.values())
+        record.sums.secret_evaluation = pooled(train.EVALUATION, sums.values())
         record.sums.update_clip = self.contract.clip_norm
         rule = combine_rule(replace(self.job.aggregation, byzantine_sites=byzantine))
         combined_d = rule(_updates(sums), out_d)
@@ -187,7 +190,7 @@ class GroupGather:
         """Have all sites evaluate; only the groups' sums of results are opened."""
         with losing_the_round(record):
             sums, _ = self._sums(record)
-        record.sums.secret_evaluation = _pooled(train.EVALUATION, sums)
+        record.sums.secret_evaluation = pooled(train.EVALUATION, sums.values())
 
     def _sums(self, record: RoundRecord) -> tuple[_Sums, int]:
         """Open the sums of a round.
@@ -205,7 +208,7 @@ class GroupGather:
         record.leave_out(state.suspicions.faults)
         rounds = self._exchange_updates(record)
         evaluation = record.kind is TaskKind.EVALUATE or evaluates(self.job, state)
-        sums: dict[_OpenGroup, OpenedSum] = {}
+        sums: dict[OpenGroup, OpenedSum] = {}
         bad = self.job.aggregation.byzantine_sites
         for group in self._groups:
             left = [site for site in group.sites if site not in record.cohort]
@@ -245,15 +248,29 @@ class GroupGather:
         is_krum = self.job.aggregation.combine in {"krum", "multi_krum"}
         return max(len(self._groups) // 2 + 1, 2 * bad + (3 if is_krum else 1))
 
-    def _exchange_updates(
-        self, record: RoundRecord
-    ) -> Mapping[_OpenGroup, MaskedRound]:
+    def _exchange_updates(self, record: RoundRecord) -> Mapping[OpenGroup, MaskedRound]:
         """R1: send the model to all groups that have keys, and fold the answers."""
         setups = self._set_up(record)
+        tasks, rounds = self._begin(record, setups)
+
+        def round_of(site: SiteId) -> MaskedRound:
+            group = self._group_of.get(site)
+            if group not in rounds:
+                raise ProtocolError("answered a round that its group has no part in")
+            return rounds[group]
+
+        self._exchange.fold(record, tasks, round_of)
+        self._states.settle(record, self._exchange)
+        return rounds
+
+    def _begin(
+        self, record: RoundRecord, setups: Sequence[tuple[OpenGroup, SetupRecord]]
+    ) -> tuple[list[RoundTask], dict[OpenGroup, MaskedRound]]:
+        """Write the tasks of groups that have keys, and open their sums."""
         model = train.model_digest(record.sent(), record.state.integers_m)
         bodies, tasks = self._tasks(record, setups, model)
         first = {task.site: task for task in tasks}
-        rounds: dict[_OpenGroup, MaskedRound] = {}
+        rounds: dict[OpenGroup, MaskedRound] = {}
         for group, setup in setups:
             facts = RoundFacts(
                 round_index=record.round_index,
@@ -268,21 +285,12 @@ class GroupGather:
                 ring = group.contract.ring()
                 total = MaskedSum(self.layout.size, ring, allocate=self.allocate)
             rounds[group] = MaskedRound(setup, facts, total=total)
-
-        def round_of(site: SiteId) -> MaskedRound:
-            group = self._group_of.get(site)
-            if group not in rounds:
-                raise ProtocolError("answered a round that its group has no part in")
-            return rounds[group]
-
-        self._exchange.fold(record, tasks, round_of)
-        self._states.settle(record, self._exchange)
-        return rounds
+        return tasks, rounds
 
     def _tasks(
         self,
         record: RoundRecord,
-        setups: Sequence[tuple[_OpenGroup, SetupRecord]],
+        setups: Sequence[tuple[OpenGroup, SetupRecord]],
         model: bytes,
     ) -> tuple[Mapping[SiteId, train.TrainBody], list[RoundTask]]:
         """Write the tasks of all sites whose group has keys.
@@ -312,7 +320,7 @@ class GroupGather:
         )
         return bodies, [task for task in tasks if task.site in bodies]
 
-    def _set_up(self, record: RoundRecord) -> list[tuple[_OpenGroup, SetupRecord]]:
+    def _set_up(self, record: RoundRecord) -> list[tuple[OpenGroup, SetupRecord]]:
         """Find the setups in force; make new ones where they are due.
 
         Raises:
@@ -369,24 +377,25 @@ class GroupGather:
             record.change_members(record.members.leave_out(suspected.faults))
             raise
         self._secrets = half.secrets
+        self.form_groups(outcome)
+
+    def form_groups(self, outcome: DrawResult) -> None:
+        """Write the contract of each group."""
         self._groups = [
-            _OpenGroup(group_contract(whole, group, outcome.digest))
+            OpenGroup(group_contract(self.contract, group, outcome.digest))
             for group in outcome.groups
         ]
         self._group_of = {site: group for group in self._groups for site in group.sites}
 
-    def _new_setups(self, record: RoundRecord, due: Sequence[_OpenGroup]) -> None:
+    def _new_setups(self, record: RoundRecord, due: Sequence[OpenGroup]) -> None:
         """Run S1 and S2 with every site of some groups; a group may fail alone."""
-        halves: dict[_OpenGroup, AggregatorSetup] = {}
+        halves: dict[OpenGroup, AggregatorSetup] = {}
         for group in due:
             group.run_setup.attempt()
             halves[group] = AggregatorSetup(
                 identity=self.identity, contract=group.contract
             )
-        offers = {
-            group: write_group_offer(self._secrets, half.offer())
-            for group, half in halves.items()
-        }
+        offers = {group: self._offer(half) for group, half in halves.items()}
         self._exchange.take(
             record,
             SecureStep.ADVERTISE,
@@ -394,9 +403,9 @@ class GroupGather:
             lambda site: offers[self._group_of[site]],
             lambda site, data: halves[self._group_of[site]].on_advert(data),
         )
-        books: dict[_OpenGroup, bytes] = {}
+        books: dict[OpenGroup, bytes] = {}
         for group in due:
-            with _losing_the_setup(record.events, group):
+            with losing_the_setup(record.events, group):
                 books[group] = halves[group].book()
         self._exchange.take(
             record,
@@ -406,8 +415,12 @@ class GroupGather:
             lambda site, data: halves[self._group_of[site]].on_confirm(data),
         )
         for group in books:
-            with _losing_the_setup(record.events, group):
+            with losing_the_setup(record.events, group):
                 group.run_setup.take(halves[group].result())
+
+    def _offer(self, setup: AggregatorSetup) -> bytes:
+        """Write what a group's sites are offered."""
+        return write_group_offer(self._secrets, setup.offer())
 
     def _run_setup_of(self, site: SiteId) -> RunSetup | None:
         group = self._group_of.get(site)
@@ -415,7 +428,7 @@ class GroupGather:
 
 
 @contextmanager
-def _losing_the_setup(events: RoundEvents, group: _OpenGroup) -> Iterator[None]:
+def losing_the_setup(events: RoundEvents, group: OpenGroup) -> Iterator[None]:
     """Say that a group has no new keys; it may have those of an earlier setup."""
     try:
         yield
@@ -457,8 +470,8 @@ def _updates(sums: _Sums) -> Iterator[WeightedUpdate]:
             yield WeightedUpdate(site=group.sites[0], delta_d=one.mean_d, weight=1.0)
 
 
-def _pooled(kind: str, sums: _Sums) -> MetricSums | None:
-    """Sums of results over all groups that count."""
-    found = [train.read_sums(kind, one.totals) for one in sums.values()]
+def pooled(kind: str, sums: Iterable[OpenedSum]) -> MetricSums | None:
+    """Add up the results of all groups that count, of one kind (``train``)."""
+    found = [train.read_sums(kind, one.totals) for one in sums]
     known = [one for one in found if one is not None]
     return reduce(add, known) if known else None

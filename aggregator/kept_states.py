@@ -17,6 +17,7 @@ from federation.job.spec import JobSpec
 from federation.messages import FailureKind, StateName, TaskKind
 from federation.rounds.round_record import RoundRecord
 from federation.vectors import Layout
+from privacy.secagg.agreement.certificate import OpenedRound
 
 Known = Mapping[SiteId, tuple[StateName, ...]]
 # Such a site may be late, with all its work done.
@@ -41,7 +42,7 @@ class KeptStates:
         self._has_personal = layout.num_personal > 0
         secure = job.privacy.secure_aggregation
         # Groups that are too small lose their part of a round, and others go on.
-        self._needed = job.minimum_sites if secure.groups is None else 0
+        self._needed = 0 if job.has_groups else job.minimum_sites
         # What levels leave out follows from the sum just before, and from no other.
         self._only_newest = secure.levels is not None
         self._named: dict[SiteId, StateName] = {}
@@ -151,11 +152,11 @@ class KeptStates:
                 self._waited_for.add(site)
 
     def keep(
-        self, record: RoundRecord, sites: Iterable[SiteId], context: bytes
+        self, record: RoundRecord, sites: Iterable[SiteId], opened: OpenedRound
     ) -> None:
         """Note that the sites of a sum have kept what its round left."""
         if self._keeps[TaskKind.TRAIN]:
-            name = StateName(record.round_index, context.hex())
+            name = StateName(opened.round_index, opened.context.hex())
             for site in sites:
                 self._behind.discard(site)
                 self._waited_for.discard(site)

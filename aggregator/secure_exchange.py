@@ -5,7 +5,7 @@ What is common to one sum over all sites (``secure_sum``) and to sums over group
 their silence show about the keys that they have.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -48,6 +48,7 @@ class SecureExchange:
         held: For each site, the round of the newest model that it is known to have.
         answered: Sites whose masked updates of the newest round were folded.
         failed: Other sites that it was heard of, and why they sent none.
+        labelled: Marks replies to tasks whose answers are no longer needed.
     """
 
     run_id: RunId
@@ -57,6 +58,7 @@ class SecureExchange:
     held: dict[SiteId, int] = field(default_factory=dict, init=False)
     answered: set[SiteId] = field(default_factory=set, init=False)
     failed: dict[SiteId, FailureKind] = field(default_factory=dict, init=False)
+    labelled: Callable[[Reply], Reply] = field(default=lambda reply: reply, init=False)
     _left: set[SiteId] = field(default_factory=set, init=False)
 
     def note_returns(self, record: RoundRecord) -> None:
@@ -101,6 +103,16 @@ class SecureExchange:
             if site not in away
         ]
         replies = exchange(self.grid, tasks, deadline_seconds=self.deadline_seconds)
+        self.take_answers(record, step, replies, accept)
+
+    def take_answers(
+        self,
+        record: RoundRecord,
+        step: SecureStep,
+        replies: Iterable[Reply],
+        accept: Callable[[SiteId, bytes], SiteId],
+    ) -> None:
+        """Record the answers to a step; see ``take``."""
         record.take_step(
             step,
             self._noting(replies),
@@ -124,9 +136,6 @@ class SecureExchange:
         """
         away = record.members.away()
         asked = {task.site: task for task in tasks if task.site not in away}
-        based_on = {site: task.based_on for site, task in asked.items()}
-        self.answered.clear()
-        self.failed.clear()
         dispatcher = Dispatcher(self.grid, deadline_seconds=self.deadline_seconds)
         view = ScheduleView(
             round_index=record.round_index,
@@ -142,26 +151,36 @@ class SecureExchange:
             tally=record,
             now=record.clock.monotonic,
         )
-        heard = self._heard(replies, round_of)
+        self.fold_replies(record, replies, round_of)
+
+    def fold_replies(
+        self,
+        record: RoundRecord,
+        replies: Iterable[Reply],
+        round_of: Callable[[SiteId], MaskedRound],
+    ) -> None:
+        """Fold each answer of a round into its site's sum; see ``fold``."""
+        self.answered.clear()
+        self.failed.clear()
+        heard = self._heard(map(self.labelled, replies), round_of)
         for parts in whole_sums(record.sound(heard, MaskedUpdate), record):
             try:
                 _fold(parts, round_of)
             except ProtocolError as error:
                 revoke_all(parts, record, str(error))
             else:
-                self._count(parts, based_on, record)
+                self._count(parts, record)
             parts.clear()  # One at a time: the next is about to land.
 
     def _count(
         self,
         parts: Sequence[tuple[MaskedUpdate, Reply]],
-        based_on: Mapping[SiteId, int],
         record: RoundRecord,
     ) -> None:
         for update, reply in parts:
             self._note_answer(update.site)
             self.answered.add(update.site)
-            self.held[update.site] = based_on[update.site]
+            self.held[update.site] = update.based_on
             record.count_masked(update, reply)
 
     def _heard(

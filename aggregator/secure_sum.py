@@ -114,7 +114,7 @@ class SecureGather:
             one = self._sum(record)
         self._opened = one.opened
         summed = [self.contract.member(i).site for i in one.opened.survivors]
-        self._states.keep(record, summed, one.opened.context)
+        self._states.keep(record, summed, one.opened)
         # Only now: what a corrupt sum says of losses is no result.
         record.sums.training = train.read_sums(train.TRAINING, one.totals)
         record.sums.secret_evaluation = train.read_sums(train.EVALUATION, one.totals)

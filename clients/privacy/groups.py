@@ -23,6 +23,7 @@ from privacy.secagg.agreement.groups import (
     Draw,
     commit,
     draw_of,
+    named_groups,
     outcome_of,
     read_commitments,
     read_group_offer,
@@ -244,8 +245,14 @@ def group_rule(
     memory: SiteMemory,
     dataset: str,
     random_bytes: RandomBytes,
-) -> GroupRule | None:
-    """Make a site's part in drawing the groups of a job; None if it has none."""
+) -> GroupRule | Group | None:
+    """Make a site's part in drawing the groups of a job; None if it has none.
+
+    Where the job names the groups, this is the site's own.
+    """
+    if job.schedule.groups:
+        named = named_groups(job.schedule.groups)
+        return Group(sites=frozenset(named.group_of(site)), partition=named.digest)
     num_groups = job.privacy.secure_aggregation.groups
     if num_groups is None:
         return None

@@ -79,7 +79,8 @@ class Protection:
         cohorts: Which sums it may be part of.
         noise: What this site adds to its words, where privacy is made inside the
             sum.
-        groups: Its part in drawing groups; None where all sites are in one sum.
+        groups: Its part in drawing groups, or its group; None where all sites are in
+            one sum.
         threads: Threads of the arithmetic.
         most_evaluated: Predictions that its held-out results count for at most.
         by_capacity: Whether sites of a sum take different numbers of local steps.
@@ -91,7 +92,7 @@ class Protection:
     random_bytes: RandomBytes
     cohorts: CohortRule
     noise: SumNoise | None = None
-    groups: GroupRule | None = None
+    groups: GroupRule | Group | None = None
     threads: int = 1
     most_evaluated: int = MAX_PREDICTIONS
     by_capacity: bool = False
@@ -182,14 +183,14 @@ class RingSeal:
 
     def _group_rule(self) -> GroupRule:
         rule = self._protection.groups
-        if rule is None:
+        if not isinstance(rule, GroupRule):
             raise ProtocolError("was asked to draw groups, but the job has none")
         return rule
 
     def _advertise(self, body: bytes, layout: Callable[[], Layout]) -> bytes:
-        group, offer = None, body
-        if self._protection.groups is not None:
-            group, offer = self._protection.groups.take_offer(body)
+        group, offer = self._protection.groups, body
+        if isinstance(group, GroupRule):
+            group, offer = group.take_offer(body)
         setup = self._begin_setup(group, layout())
         advert = setup.on_offer(offer)
         try:

@@ -341,7 +341,7 @@ def contract_policy(
 def _terms(job: JobSpec) -> dict[str, Any]:
     """The contract's fields that follow from the job, literally."""
     found = terms_of_job(job)
-    if job.privacy.secure_aggregation.groups is None:
+    if not job.has_groups:
         found |= {"threshold": job.minimum_sites, "min_sites": job.minimum_sites}
     return found
 
@@ -457,8 +457,7 @@ def _sum_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
 
 def _sum_size(job: JobSpec) -> int:
     """How many sites agree to one sum: all, or those of the smallest group."""
-    by_group = job.privacy.secure_aggregation.groups is not None
-    return job.sites_in_sum if by_group else len(job.sites)
+    return job.sites_in_sum if job.has_groups else len(job.sites)
 
 
 def _number_faults(job: JobSpec, policy: PolicySpec) -> _Faults:

@@ -206,10 +206,10 @@ def bad_site_notice(job: JobSpec) -> str:
     if not secure.enabled:
         return ""
     if secure.groups is None:
-        return (
-            f"one sum over {len(job.sites)} sites: a bad site can move the mean by up "
-            f"to {_reach(job)}"
-        )
+        sums = f"one sum over {len(job.sites)} sites"
+        if job.schedule.groups:
+            sums = f"sums over {job.sites_in_sum} or more sites"
+        return f"{sums}: a bad site can move the mean by up to {_reach(job)}"
     bad = job.aggregation.byzantine_sites
     sites = "site" if bad == 1 else "sites"
     return (

@@ -458,8 +458,8 @@ def _cohort_rule(
         JobError: Together they would single out too few sites.
         StoreError: The site's memory cannot be read, or has lost the sums.
     """
-    policy, by_group = config.file.policy, met.job.privacy.secure_aggregation.groups
-    num_sites = len(met.job.sites) if by_group is None else met.job.sites_in_sum
+    policy, job = config.file.policy, met.job
+    num_sites = job.sites_in_sum if job.has_groups else len(job.sites)
     weakness = "" if promise is None else weakness_of(met.job, policy, promise.delta)
     smallest = policy.smallest_group(num_sites)
     if smallest > 1:  # Otherwise the operator has given the rule up.
@@ -472,9 +472,9 @@ def _cohort_rule(
         is_private=promise is not None and not weakness,
         parts=contributors(met.job),
     )
-    if by_group is not None:
+    if job.privacy.secure_aggregation.groups is not None:
         return rule  # With whom this site is summed, the offer of a contract says.
-    cohort: Cohort = frozenset(SiteId(site.name) for site in met.job.sites)
+    cohort: Cohort = frozenset(map(SiteId, job.summed_with(config.file.name)))
     key, fault = "sites", ""
     try:
         rule.check(cohort)

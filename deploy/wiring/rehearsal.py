@@ -35,7 +35,7 @@ from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.code_hash import code_hash
 from privacy.secagg.agreement.contract import Contract, colluding_tolerated
 from privacy.secagg.agreement.identity import Identity, generate
-from privacy.secagg.agreement.policy import LocalPolicy
+from privacy.secagg.agreement.policy import Group, LocalPolicy
 from privacy.secagg.agreement.roster import RELAY, SITE, Roster, RosterEntry
 from privacy.secagg.protocol.of_job import check_layout, contract_of, header_slots
 from privacy.secagg.protocol.round_memory import (
@@ -122,7 +122,7 @@ class Rehearsal:
             parts=contributors(self.federation.job),
         )
 
-    def _groups(self, name: SiteId, folder: Path | None) -> GroupRule | None:
+    def _groups(self, name: SiteId, folder: Path | None) -> GroupRule | Group | None:
         """Draw the groups by the job's seed: a rehearsal can be repeated."""
         job = self.federation.job
         memory: SiteMemory = self.sums.setdefault(name, InMemory())
@@ -141,8 +141,7 @@ class Rehearsal:
     def _policy(self, layout: Layout) -> LocalPolicy:
         """Require exactly what the job says, since its user is every operator."""
         contract, job = self.contract, self.federation.job
-        groups = job.privacy.secure_aggregation.groups
-        num_sites = contract.num_sites if groups is None else job.sites_in_sum
+        num_sites = job.sites_in_sum if job.has_groups else contract.num_sites
         return LocalPolicy(
             roster=self.roster,
             run_id=contract.run_id,
@@ -283,8 +282,7 @@ def traffic_of(
         site: SiteFacts(len(train), len(held_out))
         for site, (train, held_out) in federation.site_data.items()
     }
-    by_group = job.privacy.secure_aggregation.groups is not None
-    if by_group or len(facts) < len(job.sites):
+    if job.has_groups or len(facts) < len(job.sites):
         return None
     return Traffic(
         job=job,

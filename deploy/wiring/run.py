@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from aggregator.buffered_sums import BufferedGroups
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import combine_rule
 from aggregator.group_sums import GroupGather
@@ -274,7 +275,7 @@ class Run:
             grid = recorded(grid, self.transcript)
             job = self.federation.job
             # A relay's sites are asked together, and some groups may be lost.
-            if not job.relays and not job.privacy.secure_aggregation.groups:
+            if not job.relays and not job.has_groups:
                 needed = job.minimum_sites
                 grid = RetryingGrid(grid, needed=needed, clock=self.clock)
             if secret is None:
@@ -343,10 +344,12 @@ def _secure_gather(
     federation: Federation, grid: Grid, secret: SecureContext, allocate: Allocate
 ) -> Gather:
     """Make the aggregator's half: for one sum over all sites, or sums over groups."""
-    by_group = federation.job.privacy.secure_aggregation.groups is not None
-    make = GroupGather if by_group else SecureGather
+    job = federation.job
+    make: type[GroupGather | SecureGather] = SecureGather
+    if job.has_groups:
+        make = BufferedGroups if job.schedule.groups else GroupGather
     return make(
-        federation.job,
+        job,
         layout=federation.pool.layout,
         grid=grid,
         identity=secret.identity,

@@ -222,6 +222,7 @@ def _check_combining(job: JobSpec) -> list[JobError]:
     fewest, groups = job.minimum_sites, job.privacy.secure_aggregation.groups
     is_robust, cohort = rule in ROBUST.on, job.sites_per_round
     sampling = job.schedule.sampling
+    grouped = sorted(site for group in job.schedule.groups for site in group)
     needed = 2 * bad + (3 if rule in {"krum", "multi_krum"} else 1) if is_robust else 0
     rules = {
         f"schedule.sites_per_round: cannot draw {cohort} of {len(job.sites)} "
@@ -231,6 +232,10 @@ def _check_combining(job: JobSpec) -> list[JobError]:
         f"schedule.buffer_size: {buffer} updates never come together: the job has "
         f"{len(job.sites)} sites, and a site is in a buffer once": (
             buffer > len(job.sites)
+        ),
+        f"schedule.groups: must name each site of the job once, not "
+        f"{', '.join(grouped)}": (
+            bool(grouped) and grouped != sorted(site.name for site in job.sites)
         ),
         "schedule.grace: has no effect, since a round needs all its sites: set "
         f"{quorum}, or remove this key": (

@@ -38,6 +38,8 @@ def check_secure_sum(job: JobSpec) -> list[JobError]:
         f"{table}.groups: {num_sites} sites make {groups} groups of {in_sum}, and a "
         f"sum must hold at least {fewest} updates: use fewer groups or more "
         "sites": groups is not None and in_sum < fewest,
+        f"schedule.groups: a group has {in_sum} sites, and a sum must hold at least "
+        f"{fewest} updates": bool(job.schedule.groups) and in_sum < fewest,
     }
     return broken(rules)
 

@@ -9,7 +9,7 @@ in one value is refused by ``job_checks``. The ``[privacy]`` tables are in
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -442,10 +442,13 @@ class ScheduleSpec:
             updates that began with an older one. A round is then the time between two
             models.
         buffer_size: Updates that make a model in a buffered run. Default: half as many
-            as there are sites. Each counts as much as in a round of all sites.
+            as there are sites, or those of the smallest of `groups`. Each counts as
+            much as in a round of all sites.
         max_staleness: Most models that may be newer than the one that an update began
             with; older updates are discarded. What an update counts is divided by the
             square root of 1 plus its staleness.
+        groups: The sites of each group of a buffered run with secure aggregation, all
+            sites once. Each group has sums of its own, at its own pace.
         round_deadline_seconds: A site that has not answered its task by this deadline
             is left out of the round.
         minimum_sites: Quorum: with fewer answers the round is lost and the weights do
@@ -485,6 +488,7 @@ class ScheduleSpec:
     mode: str = key(default="synchronous", choices=("synchronous", "buffered"))
     buffer_size: int | None = key(default=None, low=1)
     max_staleness: int = key(default=10, low=0)
+    groups: tuple[tuple[str, ...], ...] = ()
     round_deadline_seconds: float = key(default=600.0, above=0.0)
     minimum_sites: int | None = key(default=None, low=1)
     grace: float | None = key(default=None, low=0.0)
@@ -757,7 +761,21 @@ class JobSpec:
         schedule = self.schedule
         if schedule.mode != "buffered":
             return None
-        return schedule.buffer_size or (len(self.sites) + 1) // 2
+        fewest = min(map(len, schedule.groups), default=(len(self.sites) + 1) // 2)
+        return schedule.buffer_size or fewest
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether groups of sites have secure sums of their own."""
+        secure = self.privacy.secure_aggregation
+        return secure.groups is not None or bool(self.schedule.groups)
+
+    def summed_with(self, site: str) -> Sequence[str]:
+        """The sites whose updates are in one sum with a site's, unless they draw it."""
+        for group in self.schedule.groups:
+            if site in group:
+                return group
+        return [each.name for each in self.sites]
 
     @property
     def models_per_round(self) -> int:
@@ -802,7 +820,8 @@ class JobSpec:
     def sites_in_sum(self) -> int:
         """Fewest updates that a secure sum of this job holds."""
         groups = self.privacy.secure_aggregation.groups
-        return self.minimum_sites if groups is None else len(self.sites) // groups
+        fewest = self.minimum_sites if groups is None else len(self.sites) // groups
+        return min(map(len, self.schedule.groups), default=fewest)
 
     @property
     def update_clip_norm(self) -> float:

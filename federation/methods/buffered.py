@@ -2,12 +2,14 @@
 
 from federation.methods.method import Method, Thing
 
+_GROUPS = "schedule.groups"
+
 BUFFERED = Method(
     name=Thing.BUFFERED,
     key="schedule.mode",
     on=("buffered",),
     always_decides=True,
-    parts=("schedule.buffer_size", "schedule.max_staleness"),
+    parts=("schedule.buffer_size", "schedule.max_staleness", _GROUPS),
     ignores={
         "schedule.minimum_sites": (
             "a model is made of schedule.buffer_size updates: set that"
@@ -16,8 +18,11 @@ BUFFERED = Method(
     },
     instead='use "synchronous"',
     excludes={
-        "a secure sum opens once for one group of sites, and a buffer holds whoever "
-        "comes first": Thing.SECURE,
+        "a secure sum opens once for sites that are fixed before, and a buffer holds "
+        "whoever comes first; of two sums over different sites the difference would "
+        f"show those of few: name the sites of each sum in {_GROUPS}": (
+            Thing.SUMS_OF_ALL
+        ),
         "every site that is idle gets the newest model": (
             *(Thing.SAMPLES, Thing.REMEMBERING, Thing.OVER_SELECTION),
         ),
@@ -30,4 +35,24 @@ BUFFERED = Method(
     private_because=(
         "each site protects its own updates, and gets at most one task for each model"
     ),
+)
+BUFFERED_SUMS = Method(
+    name="sums of groups at their own pace",
+    key=_GROUPS,
+    excludes={
+        "without secure aggregation each update counts alone: set "
+        "privacy.secure_aggregation.enabled": Thing.OPEN_UPDATES,
+        "groups that are drawn have one round together": Thing.GROUPS,
+        "a buffer adds up sums with different steps of the levels": Thing.LEVELS,
+        "the sites of a group wait for its slowest, and steps are shared out among all "
+        "sites: put sites of one speed into a group": Thing.CAPACITY,
+        "the noise of all sites adds up in one sum, and a group has a part of it: "
+        'protect records (unit = "record")': (Thing.JOINT, Thing.WHOLE_SITES),
+    },
+    ignores={
+        "privacy.secure_aggregation.threshold": (
+            "all sites of a group must answer, and other groups go on without it"
+        ),
+    },
+    private_because="each site's own noise is in the sum of its group",
 )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from federation.methods.adapter_ranks import FEWER_RANKS
-from federation.methods.buffered import BUFFERED
+from federation.methods.buffered import BUFFERED, BUFFERED_SUMS
 from federation.methods.capacity import CAPACITY
 from federation.methods.combining import (
     CODECS_UP,
@@ -49,7 +49,7 @@ METHODS: tuple[Method, ...] = (
     *(PERSONAL, CLUSTERS, USERS_LOOP, FLOWER_APPS),
     *(RELAYS, SAMPLES, REMEMBERING, FAIR, UTILITY, OVER_SELECTION),
     *(CODECS_UP, DYNAMIC_WEIGHTS, ROBUST),
-    *(BUFFERED, CAPACITY),
+    *(BUFFERED, BUFFERED_SUMS, CAPACITY),
     *(BEST_MODEL, EARLY_STOPPING, EMA, SWA),
     *(SECURE, GROUPS, LEVELS, ELEMENT_BOUND),
     *(PRIVACY, RECORD, PERSON, JOINT, WHOLE_SITES, ADAPTIVE_CLIP, STANDARDISE),

@@ -231,20 +231,9 @@ class PlainGather:
         self._shares.clear()
         delta_d = rule(self._sound_updates(record), out_d)
         if self.job.buffer_size is not None:
-            delta_d *= self._part_of_step()
+            part = len(self._shares) / len(self.job.sites)
+            delta_d *= part_of_step(self._shares, part)
         return delta_d
-
-    def _part_of_step(self) -> np.float32:
-        """Find the part of the step of all sites that a buffer takes.
-
-        Each update counts as in a round of all N sites, 1/N of it, and less the older
-        the model is that it began with: the sum of a buffer is not divided by these
-        shares (arXiv:2106.06639, Algorithm 1).
-        """
-        kept = sum(weight for weight, _ in self._shares)
-        whole = sum(weight / share for weight, share in self._shares)
-        part = len(self._shares) / len(self.job.sites)
-        return np.float32(part * kept / whole if whole else 0.0)
 
     def evaluation(self, record: RoundRecord) -> None:
         """Evaluate; see ``Gather``."""
@@ -362,6 +351,22 @@ class PlainGather:
                 f"is based on the model of round {update.based_on}, which is too old"
             )
         return share
+
+
+def part_of_step(shares: Sequence[tuple[float, float]], part: float) -> np.float32:
+    """Find the part of the step of all sites that a buffer takes.
+
+    Each update counts as in a round of all N sites, 1/N of it, and less the older the
+    model is that it began with: the sum of a buffer is not divided by these shares
+    (arXiv:2106.06639, Algorithm 1).
+
+    Args:
+        shares: Of each update its weight, and the part of a fresh one's that it is.
+        part: How many updates the buffer holds, over N.
+    """
+    kept = sum(weight for weight, _ in shares)
+    whole = sum(weight / share for weight, share in shares)
+    return np.float32(part * kept / whole if whole else 0.0)
 
 
 def round_tasks(

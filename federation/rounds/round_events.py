@@ -64,7 +64,7 @@ class RoundEvents:
                 phases=plain.phases if plain else (),
                 spent=update.spent,
                 resources=plain.resources if plain else None,
-                staleness=self.round_index - 1 - plain.based_on if plain else 0,
+                staleness=self.round_index - 1 - update.based_on,
             )
         )
 
@@ -130,7 +130,9 @@ class RoundEvents:
         if pooled is None:
             return
         in_secret = sums.secret_evaluation is not None
-        sites = verdicts.answered if in_secret else tuple(sums.evaluations)
+        sites = tuple(sums.evaluations)
+        if in_secret:
+            sites = sums.evaluators or verdicts.answered
         found = [replies.get(site) for site in sites]
         self.emit(
             events.ModelEvaluated(

@@ -41,6 +41,7 @@ class RoundSums:
         training: Pooled over the sites, taken while they trained.
         evaluations: What each site made of the model, where that is known.
         secret_evaluation: What they all made of it, where only that is known.
+        evaluators: Whose results these are, if not those of all who answered.
         epsilon: Largest that a site has spent; None without differential privacy.
         anchors: How many charges the ledger of each site held that answered.
         update_norm: Euclidean norm of the combined update, once it is known.
@@ -65,6 +66,7 @@ class RoundSums:
     training: MetricSums | None = None
     evaluations: dict[SiteId, MetricSums] = field(default_factory=dict)
     secret_evaluation: MetricSums | None = None
+    evaluators: tuple[SiteId, ...] = ()
     epsilon: float | None = None
     anchors: dict[SiteId, LedgerAnchor] = field(default_factory=dict)
     update_norm: float | None = None

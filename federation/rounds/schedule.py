@@ -12,7 +12,7 @@ from typing import Protocol
 
 from federation.ids import SiteId, TaskId
 from federation.job.spec import JobSpec
-from federation.messages import FailureKind, Reply, RoundTask
+from federation.messages import FailureKind, Reply, RoundTask, Task
 from federation.protocols import Grid
 from federation.rounds.failures import failure
 
@@ -200,10 +200,12 @@ class Buffered:
         size: K, the answers that make a model.
         max_staleness: The most models that may be newer than the one that an answer is
             based on.
+        groups: Sites whose answers count together, once all have come.
     """
 
     size: int
     max_staleness: int
+    groups: Sequence[frozenset[SiteId]] = ()
 
     def next(
         self,
@@ -214,15 +216,26 @@ class Buffered:
         """Apply a full buffer; else send to idle sites; else wait."""
         if state.round_index > state.rounds:
             return Done()
-        if sum(arrival.counts for arrival in inbox) >= self.size:
+        if self._num_counted(inbox) >= self.size:
             is_last = state.round_index == state.rounds
             return Apply(gives_up=is_last, has_enough=is_last)
         busy = {task.site for task in state.open}
         busy |= {arrival.task.site for arrival in inbox}
+        for group in self.groups:
+            if not busy.isdisjoint(group):
+                busy |= group
         idle = [site for site in state.cohort if site not in busy]
         if idle:
             return Send(idle)
         return WAIT if state.open else Apply()
+
+    def _num_counted(self, inbox: Sequence[Arrival]) -> int:
+        """Updates that the buffer holds; some of a sum may have come before."""
+        counted = {arrival.task.site for arrival in inbox if arrival.counts}
+        for group in self.groups:
+            if not counted.isdisjoint(group):
+                counted |= group
+        return len(counted)
 
     def share(self, staleness: int) -> float:
         """Weigh an answer by the root of its age: section 5.2 of arXiv:2106.06639."""
@@ -237,7 +250,11 @@ def schedule_of(job: JobSpec) -> Schedule:
             grace=job.schedule.grace,
             enough=job.enough_answers,
         )
-    return Buffered(size=job.buffer_size, max_staleness=job.schedule.max_staleness)
+    return Buffered(
+        size=job.buffer_size,
+        max_staleness=job.schedule.max_staleness,
+        groups=[frozenset(map(SiteId, group)) for group in job.schedule.groups],
+    )
 
 
 def waits_for_all(job: JobSpec) -> bool:
@@ -291,7 +308,7 @@ class Dispatcher:
         schedule: Schedule,
         state: ScheduleView,
         *,
-        write: Callable[[Sequence[SiteId]], Sequence[RoundTask]],
+        write: Callable[[Sequence[SiteId]], Sequence[Task]],
         tally: Tally,
         now: Callable[[], float],
     ) -> Iterator[Reply]:
@@ -309,7 +326,7 @@ class Dispatcher:
             while True:
                 action = schedule.next(state, inbox, now())
                 if isinstance(action, Send):
-                    self._send(write(action.sites))
+                    self.send(write(action.sites))
                 elif isinstance(action, Wait):
                     replies = self._received(action.until, inbox, now)
                     yield from self._passed_on(replies, inbox, tally, now)
@@ -354,12 +371,14 @@ class Dispatcher:
             self.withdraw()
         return replies
 
-    def _send(self, tasks: Sequence[RoundTask]) -> None:
+    def send(self, tasks: Sequence[Task]) -> None:
+        """Send tasks, also steps of secure aggregation between two models."""
         ids = self._grid.send(tasks, deadline_seconds=self._deadline_seconds)
         for task_id, task in zip(ids, tasks, strict=True):
-            self._open[task_id] = OpenTask(
-                task.site, task.round_index, task.based_on, task.fragment
-            )
+            model = (0, 0)
+            if isinstance(task, RoundTask):
+                model = task.based_on, task.fragment
+            self._open[task_id] = OpenTask(task.site, task.round_index, *model)
 
     def labelled(self, reply: Reply) -> Reply:
         """Return a reply, without its content if its task was closed as surplus."""

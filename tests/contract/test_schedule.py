@@ -263,6 +263,21 @@ def test_buffered_run_refuses_what_is_too_old():
     assert "too old" in run.told(SiteFailed)[0].message
 
 
+def test_group_gets_the_next_model_once_all_its_sites_have_answered():
+    """Also where the first answer came before the newest model."""
+    pair = Buffered(size=2, max_staleness=10, groups=[frozenset({A, B})])
+    first, second = (OpenTask(site, 1, 0, 0) for site in (A, B))
+    view = ScheduleView(round_index=2, rounds=9, cohort=(A, B), open=[second])
+    assert pair.next(view, (), 0.0) == Wait()
+    ended = replace(view, open=[])
+    last = [Arrival(second, counts=True)]  # The first came before this model.
+    assert pair.next(ended, last, 0.0) == Apply()
+    lost = [Arrival(first, counts=False), Arrival(second, counts=False)]
+    third = OpenTask(C, 1, 0, 0)
+    assert pair.next(replace(view, open=[third]), lost, 0.0) == Wait()
+    assert pair.next(ended, (), 0.0) == Send([A, B])
+
+
 def way_of(**changes: Any) -> tuple[Vector, list[float]]:
     """Run buffers; how far the model went, and each update's part of a round's step."""
     run = toy.Toy(job=toy.job({"rounds": 5, **changes}))

@@ -1,6 +1,7 @@
 """Groups of sites that are summed separately, drawn by all sites together.
 
-Robust rules compare sums of groups with each other, so who is in which group decides
+Those of buffered rounds are named in the job; here only their digest is made. Robust
+rules compare sums of groups with each other, so who is in which group decides
 what a sum hides and whom a liar can spoil. Nobody may choose it. Each site commits to
 a secret before it sees any other's, and reveals it once all have committed::
 
@@ -176,12 +177,23 @@ def outcome_of(
     bound = fields(b"xsa-v2/draw seed", draw.context) + byte_map(commitments)
     seed = hashlib.sha256(bound + byte_map(secrets)).digest()
     groups = divide(draw.sites, draw.num_groups, seed)
-    listed = b"".join(
+    head = fields(b"xsa-v2/groups", seed)
+    digest = hashlib.sha256(head + _listed(groups)).digest()
+    return DrawResult(groups=groups, digest=digest)
+
+
+def named_groups(groups: Sequence[Sequence[str]]) -> DrawResult:
+    """The groups that a job names; nobody draws them."""
+    named = tuple(tuple(sorted(map(SiteId, group))) for group in groups)
+    digest = hashlib.sha256(fields(b"xsa-v2/named groups") + _listed(named)).digest()
+    return DrawResult(groups=named, digest=digest)
+
+
+def _listed(groups: Sequence[Sequence[SiteId]]) -> bytes:
+    return b"".join(
         u64(len(group)) + b"".join(lp(site.encode()) for site in group)
         for group in groups
     )
-    digest = hashlib.sha256(fields(b"xsa-v2/groups", seed) + listed).digest()
-    return DrawResult(groups=groups, digest=digest)
 
 
 def group_contract(

@@ -27,7 +27,7 @@ from privacy.secagg.errors import ContractRefused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The group that a site has drawn with all others.
+    """The group that a site has drawn with all others, or that the job names.
 
     Attributes:
         sites: Those of the group, this one among them.
@@ -191,13 +191,13 @@ def _group_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     if q.partition != (b"" if group is None else group.partition):
         yield _Fault(
             "partition",
-            "it is based on different groups than this site has drawn",
+            "it is based on different groups than this site's",
         )
     members = {member.site for member in q.members}
     if group is not None and members != group.sites:
         yield _Fault(
             "members",
-            f"this site's group, as drawn, is {', '.join(sorted(group.sites))}",
+            f"this site's group is {', '.join(sorted(group.sites))}",
         )
     if group is None and policy.sites is not None and members != policy.sites:
         yield _Fault("members", "they are not the sites of the job that was proposed")

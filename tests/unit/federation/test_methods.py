@@ -23,6 +23,7 @@ from federation.job import job_digest, job_file, method_checks
 from federation.job.adapters import check_exact
 from federation.job.method_checks import things
 from federation.job.spec import JobSpec
+from federation.methods.buffered import BUFFERED_SUMS
 from federation.methods.method import Method, Thing
 from federation.methods.personal import CLUSTERS
 from federation.methods.registry import METHODS
@@ -121,6 +122,11 @@ ON: dict[str, dict[str, Any]] = {
     },
     "noised statistics": private("record", standardise={"low": [0.0], "high": [1.0]}),
     Thing.BUFFERED: {"schedule": {"mode": "buffered"}},
+    BUFFERED_SUMS.name: {
+        **secure(),
+        "schedule": {"mode": "buffered", "groups": [[*NINE[:3]], [*NINE[3:]]]},
+        "sites": [{"name": name} for name in NINE],
+    },
     Thing.CAPACITY: {
         "schedule": {"allocation": "capacity"},
         "training": {"local_epochs": None, "local_steps": 2},
@@ -128,6 +134,7 @@ ON: dict[str, dict[str, Any]] = {
 }
 # What asks for each thing that follows from the job alone.
 ASKS: dict[str, dict[str, Any]] = ON | {
+    Thing.SUMS_OF_ALL: {**secure(), "schedule": {"groups": []}},
     Thing.STEPS: training(local_epochs=None, local_steps=2),
     Thing.EPOCHS: training(local_epochs=1),
     Thing.OTHER_OPTIMIZERS: training(optimizer=MOMENTUM),
@@ -312,6 +319,7 @@ def test_keys_without_effect_are_refused():
         "schedule.training_share": {"schedule": {"training_share": 0.5}},
         "schedule.buffer_size": {"schedule": {"buffer_size": 2}},
         "schedule.max_staleness": {"schedule": {"max_staleness": 2}},
+        "schedule.groups": {"schedule": {"groups": [["a", "b", "c"]]}} | secure(),
     }
     dp, secure_sum = "privacy.differential_privacy", "privacy.secure_aggregation"
     private_keys: dict[str, Any] = {

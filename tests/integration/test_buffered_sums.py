@@ -1,0 +1,222 @@
+"""Buffered rounds of secure sums: groups of sites at their own pace."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import toy
+from support.killed_runs import kill_at
+from support.small_jobs import small_job
+from support.without_report import simulate
+
+from aggregator import buffered_sums
+from federation.errors import QuorumNotMet
+from federation.events import (
+    Event,
+    ModelEvaluated,
+    RoundFinished,
+    RunFinished,
+    SiteAnswered,
+    SiteFailed,
+    StepTaken,
+    Warned,
+)
+from privacy.secagg.agreement.groups import named_groups
+
+pytestmark = pytest.mark.slow
+
+SITES = [f"site-{i}" for i in range(6)]
+FAST, SLOW = SITES[:3], SITES[3:]
+BUFFERED = {"schedule": {"mode": "buffered", "groups": [FAST, SLOW]}}
+STEP_SECONDS = 24 / 100.0  # Of a task of the fast sites: 24 examples.
+
+
+def tables(*more: dict[str, Any]) -> dict[str, Any]:
+    """A job of two groups with speeds 4:1."""
+    found: dict[str, Any] = {
+        "rounds": 10,
+        "model": {
+            "factory": "clients.models:logistic_regression",
+            "options": {"inputs": 4, "classes": 3},
+        },
+        "training": {"local_steps": 3, "batch_size": 8, "optimizer": {"lr": 0.1}},
+        "evaluation": {"every": 0},
+        "privacy": {"secure_aggregation": {"enabled": True}},
+        "aggregation": {"weights": "uniform"},
+        "simulation": {
+            "machines": [
+                {"site": site, "examples_per_second": 100.0 if site in FAST else 25.0}
+                for site in SITES
+            ]
+        },
+    }
+    for each in more:
+        found = toy.merged(found, each)
+    return {"num_sites": len(SITES), **found}
+
+
+def told(*more: dict[str, Any], **how: Any) -> list[Event]:
+    events: list[Event] = []
+    how = {"engine": "virtual", **how}
+    simulate(small_job(**tables(*more)), listeners=[events.append], **how)
+    return events
+
+
+def of(kind: type[Any], events: Sequence[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def failures(events: Sequence[Event]) -> list[SiteFailed]:
+    """Without the tasks that are open when the last model is made."""
+    return [event for event in of(SiteFailed, events) if event.kind != "surplus"]
+
+
+def fault(site: str, kind: str, *rounds: int, **keys: Any) -> dict[str, Any]:
+    one = {"site": site, "kind": kind, "rounds": rounds, **keys}
+    return {"simulation": {"faults": [one]}}
+
+
+def test_groups_go_at_their_own_pace():
+    events = told(BUFFERED)
+    answers = of(SiteAnswered, events)
+    counts = Counter(answer.site for answer in answers)
+    assert {counts[site] for site in FAST} == {8}
+    assert {counts[site] for site in SLOW} == {2}
+    assert {a.staleness for a in answers if a.site in SLOW} == {3, 4}
+    (end,), (waits,) = of(RunFinished, events), of(RunFinished, told({"rounds": 5}))
+    assert end.seconds < 0.5 * waits.seconds  # As many updates.
+    assert not failures(events)
+    assert not of(Warned, events)
+
+
+def test_sums_of_all_groups_are_a_round():
+    """What a group's sum counts is what its sites would count alone."""
+    alike = {
+        "simulation": {
+            "machines": [{"site": site, "examples_per_second": 50.0} for site in SITES]
+        }
+    }
+    whole = toy.merged(BUFFERED, {"schedule": {"buffer_size": len(SITES)}})
+    rounds, buffers = (
+        simulate(small_job(**tables(alike, each)), engine="virtual").weights
+        for each in ({}, whole)
+    )
+    for name, values in rounds.items():
+        np.testing.assert_allclose(values, buffers[name], atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["uniform", "examples"])
+def test_model_follows_from_sums_by_their_size_and_age(weights: str):
+    """As the same buffers in the clear, which see each update."""
+    sites = ["site-0", "site-1", "site-2"]
+    about = {"aggregation": {"weights": weights}, "rounds": 6}
+    secret = {"schedule": {"mode": "buffered", "groups": [sites, SLOW]}}
+    clear = {
+        "schedule": {"mode": "buffered", "buffer_size": 3},
+        "privacy": {"secure_aggregation": {"enabled": False}},
+    }
+    found, expected = (
+        simulate(small_job(**tables(about, each)), engine="virtual").weights
+        for each in (secret, clear)
+    )
+    for name, values in expected.items():
+        np.testing.assert_allclose(values, found[name], atol=1e-5)
+
+
+def test_frozen_site_costs_the_other_group_nothing_and_its_sum_counts_when_it_is_back():
+    frozen = fault("site-3", "hang", 1, seconds=2.0)
+    events = told(BUFFERED, frozen, {"rounds": 14})
+    seconds = [e.seconds for e in of(RoundFinished, events)]
+    assert sum(seconds[:8]) == pytest.approx(8 * STEP_SECONDS, rel=0.05)
+    late = [a for a in of(SiteAnswered, events) if a.site == "site-3"]
+    assert late
+    assert late[0].staleness >= 8
+    assert not failures(events)
+
+
+def test_site_that_fails_loses_its_groups_round_and_no_other():
+    events = told(BUFFERED, fault("site-1", "crash", 3))
+    assert {(f.site, f.round_index) for f in failures(events)} == {("site-1", 3)}
+    (warned,) = of(Warned, events)
+    assert "round 3 has no sum of site-0, site-1, site-2" in warned.message
+    assert {e.status for e in of(RoundFinished, events)} == {"completed"}
+    answers = Counter(a.site for a in of(SiteAnswered, events))
+    assert answers["site-3"] == 2
+    assert answers["site-0"] == answers["site-1"] + 1
+
+
+def test_group_makes_new_keys_while_the_other_trains():
+    events = told(BUFFERED, fault("site-4", "restart", 1), {"rounds": 14})
+    steps = [e for e in of(StepTaken, events) if e.round_index > 1]
+    assert [e.step for e in steps] == ["advertise", "confirm"]
+    assert {site for e in steps for site in e.sites} == {*SLOW}
+    assert {a.site for a in of(SiteAnswered, events)} == {*SITES}
+    fast = [e.seconds for e in of(RoundFinished, events)][1:]
+    assert max(fast) < 1.1 * STEP_SECONDS
+
+
+def test_only_groups_with_the_newest_model_say_how_good_it_is():
+    events = told(BUFFERED, {"evaluation": {"every": 1}})
+    found = of(ModelEvaluated, events)
+    for event in found[:-1]:
+        assert set(event.sites) == {*FAST}
+        assert event.pooled.count > 0
+    assert set(found[-1].sites) == {*SITES}
+    assert len(found) == 8 - 2 + 1  # Two began with an older model.
+
+
+def test_threads_of_one_process_can_do_it_too():
+    events = told(BUFFERED, engine="inproc")
+    assert of(RunFinished, events)[0].status == "completed"
+    assert not failures(events)
+
+
+@pytest.mark.parametrize("moment", [("SiteAnswered", 4), ("RoundFinished", 5)])
+def test_killed_run_loses_what_was_open_and_counts_no_sum_twice(
+    moment: tuple[str, int], tmp_path: Path
+):
+    """Sites have answered under its number, and answer each number once."""
+    folder = tmp_path / "run"
+    kill_at(tables(BUFFERED), folder, *moment)
+    events = told(BUFFERED, engine="inproc", folder=folder, resume=True)
+    rounds = of(RoundFinished, events)
+    assert [e.round_index for e in rounds] == [*range(moment[1], 11)]
+    assert of(RunFinished, events)[0].status == "completed"
+    refused = failures(events)
+    assert {f.kind for f in refused} <= {"duplicate"}
+    assert max(Counter(f.site for f in refused).values(), default=0) <= 1
+    began = [(a.site, a.round_index - a.staleness) for a in of(SiteAnswered, events)]
+    assert len(set(began)) == len(began)
+    assert {site for site, _ in began} == {*SITES}
+
+
+def test_each_site_is_charged_for_what_it_begins():
+    record = {
+        "privacy": {
+            "differential_privacy": {
+                "unit": "record",
+                "target_epsilon": 8.0,
+                "clip_norm": 1.0,
+            }
+        }
+    }
+    events = told(BUFFERED, record)
+    newest = {a.site: a.spent for a in of(SiteAnswered, events)}
+    counts = Counter(a.site for a in of(SiteAnswered, events))
+    assert counts["site-0"] > counts["site-3"]
+    for site, spent in newest.items():
+        assert spent.anchor.train == counts[site]
+    assert newest["site-3"].epsilon < newest["site-0"].epsilon <= 8.0
+
+
+def test_site_joins_no_group_but_the_one_that_its_job_names(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The aggregator puts a victim beside sites of its own choice."""
+    others = named_groups([[*FAST[:2], SLOW[0]], [FAST[2], *SLOW[1:]]])
+    monkeypatch.setattr(buffered_sums, "named_groups", lambda _groups: others)
+    with pytest.raises(QuorumNotMet, match="different groups than this"):
+        told(BUFFERED)
