@@ -55,7 +55,7 @@ from federation.job.metrics import (
 from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock, Trainer
-from federation.rounds.local_work import first_rounds, in_round
+from federation.rounds.local_work import first_rounds, in_round, leaves_steps_open
 from privacy.counts import coarse
 from privacy.dp import accountant
 from privacy.dp.calibration import noise_multiplier
@@ -748,6 +748,8 @@ def _withheld(job: JobSpec) -> Iterator[str]:
             "the mean and deviation of each feature at a site get noise, and count "
             "towards epsilon"
         )
+    if leaves_steps_open(job):
+        yield "rounds take at most so many steps; each is charged for those it takes"
     if private.adaptive_clip:
         yield (
             "the number of updates within the clip norm leaves only as a noisy sum, "

@@ -15,6 +15,7 @@ from federation.events import Event, LocalWorkChosen, RoundFinished
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
+from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
 
 pytestmark = pytest.mark.slow
 
@@ -22,12 +23,20 @@ LOW, HIGH, ROUNDS = 2, 16, 12
 SECURE = {"secure_aggregation": {"enabled": True, "threshold": 3, "max_examples": 64}}
 
 
-def job(**tables: Any) -> JobSpec:
+PRIVATE = {"unit": "record", "target_epsilon": 50.0, "delta": 1e-4}
+
+
+def job(overlap_steps: int = 0, **tables: Any) -> JobSpec:
     """Three sites; most of a round's time is not spent in training."""
     return small_job(
         num_sites=3,
         rounds=ROUNDS,
-        training={"local_steps": LOW, "batch_size": 8, "optimizer": {"lr": 0.1}},
+        training={
+            "local_steps": LOW,
+            "batch_size": 8,
+            "optimizer": {"lr": 0.1},
+            "overlap_steps": overlap_steps,
+        },
         evaluation={"every": 0},
         schedule={
             "local_work": "auto",
@@ -81,6 +90,31 @@ def test_run_takes_its_steps_in_fewer_rounds(tmp_path: Path, tables: dict[str, A
     assert len(found) < ROUNDS
     rounds = [event for event in seen if isinstance(event, RoundFinished)]
     assert [len(each.answered) for each in rounds] == [3] * len(found)
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 1])
+def test_private_agents_are_charged_for_what_was_chosen(
+    tmp_path: Path, overlap_steps: int
+):
+    """Once, also for steps that they take ahead, and over a coordinator's restart."""
+    privacy = SECURE | {"differential_privacy": PRIVATE}
+    weights = {"weights": "uniform"}
+    asked = job(overlap_steps, privacy=privacy, aggregation=weights)
+    seen = list[Event]()
+    with clouds_of(tmp_path, asked) as clouds:
+        run = RunFolder(tmp_path / "runs" / RUN_ID)
+        run.path.mkdir(parents=True)
+        run.write_job(asked)
+        assert deploy(clouds, seen, most_rounds=2).status == "stopped"
+        assert deploy(clouds, seen).status == "completed"
+    steps = [(event.round_index, event.num_steps) for event in chosen(seen)]
+    assert sum(number for _, number in steps) == LOW * ROUNDS
+    ledgers = [*tmp_path.glob(f"*/runs/{RUN_ID}/sites/*/{LEDGER_NAME}")]
+    assert len(ledgers) == 3
+    for path in ledgers:
+        charges = read_file(path).charges
+        assert [(c.round_index, c.event.steps) for c in charges] == steps
+        assert charges[-1].epsilon_after <= 50.0
 
 
 def test_resumed_run_takes_what_is_left(tmp_path: Path):

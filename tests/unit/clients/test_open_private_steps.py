@@ -88,6 +88,8 @@ def test_noise_is_planned_for_all_steps_that_a_run_may_take():
         (promise,) = sites.promises()
         most = MOST if schedule else EACH
         assert promise.steps_per_round == plan.largest_event.steps == most
+        told = "at most so many steps" in " ".join(sites.planned(at=0.0).withheld)
+        assert told == bool(schedule)
         bounds = promise_bounds(job_of(schedule), promise)
         assert bounds["steps_per_round"] == (1, most)
 
