@@ -85,6 +85,18 @@ class QueueSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorSpec:
+    """How the operator sees the runs.
+
+    Attributes:
+        port: Port of the live page and of `/metrics` on the loopback interface; 0 for
+            neither. `crossfed aggregator page` prints the address.
+    """
+
+    port: int = key(default=0, low=0, high=65535)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatorFile:
     """The aggregator's configuration.
 
@@ -104,6 +116,7 @@ class AggregatorFile:
         exchange: Where large models travel; the same at all sites.
         platforms: Who vouches for machines that enrol by their cloud identity.
         queue: How many runs are at work at once, and whose turn it is.
+        monitor: How the operator sees the runs.
         disk_mib: Models of this many MiB or more, sums of updates and the server
             optimiser's state are in files of the run's folder, and pass through memory
             in pieces; 0 for none.
@@ -119,6 +132,7 @@ class AggregatorFile:
     exchange: ExchangeSpec = ExchangeSpec()
     platforms: PlatformsSpec = PlatformsSpec()
     queue: QueueSpec = QueueSpec()
+    monitor: MonitorSpec = MonitorSpec()
     disk_mib: int = key(default=0, low=0)
 
 

@@ -28,6 +28,7 @@ from deploy.aggregator_host import (
     enrolment_operator,
     host_secrets,
     log_files,
+    monitor_process,
     run_queue,
     superexec_process,
     superlink_process,
@@ -64,7 +65,7 @@ LOOK_SECONDS, START_LOOK_SECONDS = 1.0, 0.2
 # A SuperLink that does not answer for so long may never do.
 START_SECONDS = 60.0
 RENEWAL_LOOK_SECONDS = 3600.0
-SUPERLINK, SUPEREXEC = "superlink", "superexec"
+SUPERLINK, SUPEREXEC, MONITOR = "superlink", "superexec", "monitor"
 _OK, _UNAVAILABLE = 200, 503
 
 # Settings that keep Flower's programs from calling home.
@@ -157,7 +158,11 @@ class AggregatorService:
             service_port = stack.enter_context(
                 enrolment_http.serve(handlers, config.file.service_port)
             )
-            self._children = [*self._flower(port), *self._proxy(port, service_port)]
+            self._children = [
+                *self._flower(port),
+                *self._proxy(port, service_port),
+                *self._monitor(),
+            ]
             for child in self._children:
                 stack.callback(child.stop)
             # A SuperLink that ends waits for its clients to close their connections.
@@ -236,7 +241,8 @@ class AggregatorService:
 
     @property
     def _serves(self) -> bool:
-        return self._answers and all(child.is_up for child in self._children)
+        needed = (child for child in self._children if child.name != MONITOR)
+        return self._answers and all(child.is_up for child in needed)
 
     def _health(self, body: bytes) -> tuple[int, bytes]:
         """Return only whether every program runs and the disk has space."""
@@ -454,6 +460,15 @@ class AggregatorService:
             work=self.config.proxy,
         )
         return [self._child("proxy", proxy.prepare(settings))]
+
+    def _monitor(self) -> list[Child]:
+        if not self.config.file.monitor.port:
+            return []
+        self.listener(
+            "serves the live page: crossfed aggregator page prints its address"
+        )
+        command = monitor_process.command(self.config_path.resolve())
+        return [self._child(MONITOR, command)]
 
     def _child(self, name: str, command: Sequence[str]) -> Child:
         programs = str(Path(sys.executable).parent)

@@ -204,8 +204,8 @@ def _compared(run: "RunFolder") -> dict[str, Any]:
 
 
 def _runs(options: argparse.Namespace) -> int:
+    from deploy.aggregator_host.run_list import summary  # noqa: PLC0415
     from deploy.tools.ledger_reader import site_runs  # noqa: PLC0415
-    from deploy.tools.runs import summary  # noqa: PLC0415
     from monitoring.runs.find import find_runs  # noqa: PLC0415
 
     rows = [summary(run) for run in find_runs(options.root)]

@@ -58,6 +58,18 @@ def _aggregator_up(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _aggregator_page(options: argparse.Namespace) -> int:
+    from deploy.aggregator_host import config as aggregator_file  # noqa: PLC0415
+    from deploy.aggregator_host.monitor_process import address  # noqa: PLC0415
+
+    found = address(aggregator_file.load(options.config))
+    if options.json:
+        say_json({"address": found})
+    else:
+        say(found)
+    return DONE
+
+
 def _site_up(options: argparse.Namespace) -> int:
     if not options.config.is_dir():
         return _agent(options)
@@ -165,6 +177,7 @@ def _told_to(notify: Notify, clock: "Clock") -> Callable[[str], None]:
 VERBS = {
     "aggregator init": _init,
     "aggregator up": _aggregator_up,
+    "aggregator page": _aggregator_page,
     "site up": _site_up,
     "site relay": _site_relay,
     "site model": _site_model,

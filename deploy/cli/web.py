@@ -1,9 +1,7 @@
 """The live page of runs, served while a verb works: ``--web``."""
 
 import argparse
-import contextlib
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,14 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.cli.terminal import tell
-from federation.errors import FederationError
 
 if TYPE_CHECKING:
     from monitoring.runs.run_folder import RunFolder
-    from monitoring.web.app import Action, Shown
-
-MAX_CONNECTIONS = 64
-LAST_LOOK_SECONDS = 2.5  # For browsers to get how the run ended.
+    from monitoring.web.app import Action
 
 
 @contextmanager
@@ -44,73 +38,20 @@ def live_page(
     if not options.web:
         yield
         return
-    import uvicorn  # noqa: PLC0415 -- keeps `--help` fast
-
+    from deploy.aggregator_host.run_list import shown  # noqa: PLC0415 -- imports much
+    from deploy.web_server import serving  # noqa: PLC0415 -- keeps `--help` fast
     from monitoring.web.app import live_app  # noqa: PLC0415 -- imports much
 
     token = secrets.token_urlsafe(32)
-    with _listening(options.port) as (listener, port):
-        app = live_app(
-            _shown(root, run, actions), token=token, port=port, clock=options.clock
-        )
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                limit_concurrency=MAX_CONNECTIONS,
-                timeout_graceful_shutdown=1,
-            )
-        )
-        thread = threading.Thread(
-            target=server.run, args=([listener],), name="web", daemon=True
-        )
-        thread.start()
+    pages = shown(root, actions, run)
+    with serving(
+        lambda port: live_app(pages, token=token, port=port, clock=options.clock),
+        options.port,
+        clock=options.clock,
+    ) as port:
         place = "" if run is None else f"runs/{run.path.name}"
         tell(f"live page: http://127.0.0.1:{port}/{place}?token={token}")
-        try:
-            yield
-        finally:
-            if server.server_state.connections:
-                options.clock.sleep(LAST_LOOK_SECONDS)
-            server.should_exit = True
-            thread.join(timeout=5)
-
-
-@contextmanager
-def _listening(port: int) -> Iterator[tuple[socket.socket, int]]:
-    """A socket that listens on the loopback interface, and its port; 0: a free one."""
-    with contextlib.closing(socket.socket()) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-            listener.listen()  # A browser may be faster than the server's thread.
-        except OSError as error:
-            raise FederationError(
-                f"cannot serve the live page on port {port}: {error.strerror}; give "
-                "--port another number, or leave it out for a free one"
-            ) from error
-        yield listener, listener.getsockname()[1]
-
-
-def _shown(
-    root: Path, run: "RunFolder | None", actions: Mapping[str, "Action"]
-) -> "Shown":
-    from deploy.tools.runs import summary  # noqa: PLC0415 -- imports much
-    from monitoring.runs.find import find_runs  # noqa: PLC0415
-    from monitoring.web.app import Shown  # noqa: PLC0415 -- imports much
-
-    def all_runs() -> dict[str, "RunFolder"]:
-        found = {each.path.name: each for each in find_runs(root)}
-        return found if run is None else {**found, run.path.name: run}
-
-    return Shown(
-        rows=lambda: [summary(each) for each in all_runs().values()],
-        find=lambda name: all_runs().get(name),
-        actions=actions,
-    )
+        yield
 
 
 def stop_once(ask: Callable[[], None]) -> "Action":

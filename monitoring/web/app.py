@@ -13,10 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.exposition import (
+    CONTENT_TYPE_LATEST,
+    generate_latest,
+)
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -43,9 +54,9 @@ class Shown:
     """What the pages show.
 
     Attributes:
-        rows: Returns a summary of each run, the oldest first; see
-            ``deploy.tools.runs.summary``.
-        find: Returns the folder of the run with an id; None without one.
+        rows: Returns a summary of each run and its ``name``, oldest first; see
+            ``deploy.aggregator_host.run_list``.
+        find: Returns the folder of the run with a name; None without one.
         actions: What a person may do with a run that goes on, by its name on the page.
     """
 
@@ -197,6 +208,17 @@ class _Pages:
         return run
 
 
+def _exposed(metrics: Collector) -> Callable[[Request], Response]:
+    registry = CollectorRegistry()
+    registry.register(metrics)
+
+    def collect(_: Request) -> Response:  # Starlette gives it a thread.
+        found = generate_latest(registry)  # type: ignore[no-untyped-call]
+        return Response(found, media_type=CONTENT_TYPE_LATEST)
+
+    return collect
+
+
 def _html(template: str, **values: object) -> HTMLResponse:
     return HTMLResponse(environment().get_template(template).render(**values))
 
@@ -224,7 +246,15 @@ async def _refused(_: Request, error: Exception) -> HTMLResponse:
     return HTMLResponse(page, status_code=found.status_code)
 
 
-def live_app(shown: Shown, *, token: str, port: int, clock: Clock) -> Guard:
+def live_app(
+    shown: Shown,
+    *,
+    token: str,
+    port: int,
+    clock: Clock,
+    metrics: Collector | None = None,
+    metrics_token: str = "",
+) -> Guard:
     """Make the application.
 
     Args:
@@ -232,6 +262,8 @@ def live_app(shown: Shown, *, token: str, port: int, clock: Clock) -> Guard:
         token: Who knows it may look; see ``Guard``.
         port: Where it is served on the loopback interface.
         clock: Tells time.
+        metrics: What ``/metrics`` collects; None for no such place.
+        metrics_token: Who knows it may collect them.
     """
     pages = _Pages(shown, clock)
     static = StaticFiles(directory=Path(__file__).with_name("static"))
@@ -243,7 +275,8 @@ def live_app(shown: Shown, *, token: str, port: int, clock: Clock) -> Guard:
             Route("/runs/{name}/changes", pages.changes),
             Route("/runs/{name}/{action}", pages.act, methods=["POST"]),
             Mount("/static", static),
+            *([] if metrics is None else [Route("/metrics", _exposed(metrics))]),
         ],
         exception_handlers={HTTPException: _refused},
     )
-    return Guard(app, token=token, port=port)
+    return Guard(app, token=token, port=port, metrics_token=metrics_token)

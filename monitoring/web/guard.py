@@ -7,6 +7,7 @@ of the internet can send a browser there. So a request needs
   keeps its own name here;
 - the token, in the address the first time and in a cookie afterwards, which scripts
   cannot read and which other sites' requests do not carry;
+- or, for metrics, a token of their own;
 - to change anything, an ``Origin`` that is this page.
 """
 
@@ -30,18 +31,25 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 
+METRICS = "/metrics"
+
 
 class Guard:
     """An ASGI application that passes on what it may."""
 
-    def __init__(self, app: ASGIApp, *, token: str, port: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, token: str, port: int, metrics_token: str = ""
+    ) -> None:
         """Guard ``app``.
 
         Args:
             app: The pages.
             token: Of at least 128 random bits, as text that an address may hold.
             port: Where they are served.
+            metrics_token: Another one, which opens ``/metrics`` and nothing else, and
+                comes as ``Authorization: Bearer``; empty for none.
         """
+        self._bearer = f"Bearer {metrics_token}".encode() if metrics_token else b""
         self._app = app
         self._token = token.encode()
         # Cookies belong to a host, whatever the port: two pages need two names.
@@ -72,6 +80,10 @@ class Guard:
         query: bytes = scope["query_string"]
         if query.startswith(b"token="):
             return self._enter(scope["path"], query.removeprefix(b"token="))
+        if scope["path"] == METRICS:
+            given = headers.get("authorization", "").encode()
+            if self._bearer and hmac.compare_digest(given, self._bearer):
+                return None
         if not self._is_known(headers.get("cookie", "")):
             text = "open the address that crossfed has printed: it holds a token\n"
             return PlainTextResponse(text, 403)

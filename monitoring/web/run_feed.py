@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from federation.event_log import from_line
-from federation.events import RunFinished, RunStarted, SiteFailed
+from federation.events import Event, RunFinished, RunStarted, SiteFailed
 from monitoring.pages import plots, report
 from monitoring.pages.timeline_plot import MAX_ROUNDS_IN_TIMELINE, PHASES, bars
 from monitoring.runs.run_folder import RunFolder
@@ -22,6 +21,7 @@ from monitoring.views.round_view import RUNNING, RoundView, perplexity
 from monitoring.views.run_fold import RunFold
 from monitoring.views.run_view import RunView
 from monitoring.views.site_view import Series
+from monitoring.web.event_tail import EventTail
 
 SECTIONS = ("masthead", "summary", "sites", "rounds", "failures", "warnings")
 INK = ""  # The page's own colour of text, dark or light.
@@ -76,8 +76,7 @@ class RunFeed:
     def __init__(self, run: RunFolder) -> None:
         """Begin before its first event."""
         self._run = run
-        self._offset = 0
-        self._damaged = 0
+        self._tail = EventTail(run)
         self._fold = RunFold()
         self._text = io.StringIO()
         self._progress = PlainProgress(self._text)
@@ -86,40 +85,21 @@ class RunFeed:
         self.is_over = False  # Whether the run has ended, by its newest events.
 
     def look(self) -> bool:
-        """Read what was written since; whether there was anything.
-
-        A damaged line is left out, and the page counts it. A run that was deleted has
-        no more events.
-        """
-        try:
-            with self._run.events.open("rb") as events:
-                events.seek(self._offset)
-                # A torn line goes when its writer was killed and another continues.
-                whole = events.read().rpartition(b"\n")[0]
-        except FileNotFoundError:
-            return False
-        if not whole:
-            return False
-        self._offset += len(whole) + 1
-        for line in whole.split(b"\n"):
-            self._take(line)
+        """Read what was written since; whether there was anything."""
+        has_news = False
+        for event in self._tail.news():
+            has_news = True
+            self._take(event)
         self._log += self._text.getvalue().splitlines()
         self._text.seek(0)
         self._text.truncate()
-        return True
+        return has_news
 
-    def _take(self, line: bytes) -> None:
-        try:
-            event = from_line(line)
-        except ValueError:
-            self._damaged += 1
-            return
-        if event is None:
-            return
+    def _take(self, event: Event) -> None:
         self._fold.add(event)
         if isinstance(event, RunStarted | RunFinished):
             self.is_over = isinstance(event, RunFinished)
-        if self._fold.has_started or isinstance(event, RunStarted):
+        if self._fold.has_started:
             self._progress(event)
 
     def page(self, now: float, *, whole: bool = True) -> Page | None:
@@ -147,7 +127,7 @@ class RunFeed:
             sections={
                 **tables,
                 "now": _now(view, now),
-                "log": _log(self._log, self._damaged),
+                "log": _log(self._log, self._tail.damaged),
             },
             charts=drawn,
             timeline=timeline(view, sites, now),

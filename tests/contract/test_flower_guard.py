@@ -205,6 +205,7 @@ def test_coordinator_cannot_read_the_authoritys_key(running: SuperLink):
         return str(running.ask("call", function="support.reading:outcome", path=path))
 
     assert running.ask("call", function="support.reading:unconfined") == []
+    assert {"ca.key", "page.token", "metrics.token"} <= {*host_secrets.HIDDEN}
     for name in host_secrets.HIDDEN:
         assert (folder / name).is_file()
         assert outcome(str(folder / name)) == "PermissionError"

@@ -1,5 +1,6 @@
 """The aggregator's service as a whole: how it starts, ends and is started again."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,9 +11,10 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from faults import disks
-from support import superlink_state
+from support import event_samples, superlink_state
 from support.deployment import (
     Deployment,
     command_of,
@@ -22,8 +24,11 @@ from support.deployment import (
     free_port,
     wait_for,
 )
+from support.event_samples import Script
 from support.forked import shared
 from support.programs import needs
+
+from federation.event_log import EventWriter
 
 pytestmark = [
     pytest.mark.slow,
@@ -167,3 +172,50 @@ def test_full_disk_is_named_and_passes(tmp_path: Path):
         assert "limits.reserve_mib in aggregator.toml" in log
         assert re.search(rf"{place} has enough free space again", log)
         assert "Traceback" not in log
+
+
+def test_operator_has_a_page_and_metrics(host: Deployment):
+    """Each with its own token; when their process is killed, another takes over."""
+    port, config = free_port(), Path(host.config)
+    config.write_text(f"{config.read_text()}\n[monitor]\nport = {port}\n")
+    run = host.folder / "aggregator" / "runs" / "job" / "20260101-000000-abcdef"
+    events = event_samples.run(Script(rounds=3))
+    with EventWriter(run / "events.jsonl") as log:
+        for event in events:
+            log(event)
+    host.start_aggregator()
+
+    def get(path: str, headers: dict[str, str]) -> httpx.Response | None:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"http://127.0.0.1:{port}{path}", headers=headers)
+        return None
+
+    wait_for(lambda: get("/", {}) is not None, "the page")
+    address = crossfed("aggregator", "page", "--config", host.config).stdout.strip()
+    with httpx.Client(follow_redirects=True) as browser:
+        assert "20260101-000000-abcdef" in browser.get(address).text
+    token = (host.folder / "aggregator" / "metrics.token").read_text()
+    bearer = {"authorization": f"Bearer {token}"}
+
+    def count() -> str:
+        answer = get("/metrics", bearer)
+        text = "" if answer is None else answer.text
+        found = re.search(r"crossfed_run_rounds_ended_total\{.*\} (\S+)", text)
+        return found[1] if found else ""
+
+    assert count() == "3.0"
+    for headers in ({}, {"authorization": "Bearer x"}, {"authorization": address}):
+        refused = get("/metrics", headers)
+        assert refused is not None
+        assert refused.status_code == 403
+    with_metrics_token = get("/", bearer)
+    assert with_metrics_token is not None
+    assert with_metrics_token.status_code == 403
+    wait_for(lambda: _health(host) == 200, "the service is well")
+    host.kill_child("monitor_process")
+    wait_for(lambda: get("/metrics", bearer) is None, "the end of the page")
+    assert _health(host) == 200
+    wait_for(lambda: count() == "3.0", "another process of the page")
+    log_text = (host.folder / "aggregator.log").read_text()
+    assert token not in log_text
+    assert address.partition("token=")[2] not in log_text

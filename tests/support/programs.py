@@ -19,6 +19,7 @@ ROOT, TUN, IMAGES = "root", "TUN devices", "images"
 NEEDS = {
     ROOT: ("run as root", "what only root may do"),
     TUN: ("allow /dev/net/tun", "hosts that are far from each other"),
+    "promtool": ("apt-get install prometheus", "alert rules, as Prometheus reads them"),
     "nginx": ("apt-get install nginx-light", "federations of processes behind a proxy"),
     "ip": ("apt-get install iproute2", "hosts with a network of their own"),
     "git": ("apt-get install git", "benchmarks of commits"),

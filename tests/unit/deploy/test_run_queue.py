@@ -9,7 +9,7 @@ from support import event_samples
 from support.small_jobs import small_job
 
 from cloud_adapters.flower.facts import FlowerRun
-from deploy.aggregator_host import run_queue
+from deploy.aggregator_host import run_list as runs, run_queue
 from deploy.aggregator_host.run_queue import (
     CoordinatorStart,
     FolderInUse,
@@ -17,7 +17,6 @@ from deploy.aggregator_host.run_queue import (
     Outcome,
     QueuedRun,
 )
-from deploy.tools import runs
 from federation import folder_lock
 from federation.errors import (
     BudgetExceeded,

@@ -17,8 +17,9 @@ from monitoring.pages import report
 from monitoring.runs.run_folder import RunFolder
 from monitoring.web.app import Changes, Shown, live_app
 from monitoring.web.run_feed import SECTIONS, Page, RunFeed
+from monitoring.web.run_metrics import RunsCollector
 
-PORT, TOKEN = 8642, "a-token-of-many-bits"
+PORT, TOKEN, BEARER = 8642, "a-token-of-many-bits", "another-token"
 BASE = f"http://127.0.0.1:{PORT}"
 NOW = event_samples.START + 30
 HOSTILE = "</pre><script>alert('x')</script>&"
@@ -134,11 +135,18 @@ def _client(tmp_path: Path) -> TestClient:
         raise FederationError("it has ended already")
 
     shown = Shown(
-        rows=lambda: [{"run_id": run.path.name, "job": "job", "status": "unreadable"}],
+        rows=lambda: [{"name": run.path.name, "job": "job", "status": "unreadable"}],
         find={run.path.name: run}.get,
         actions={"stop": stop},
     )
-    app = live_app(shown, token=TOKEN, port=PORT, clock=SystemClock())
+    app = live_app(
+        shown,
+        token=TOKEN,
+        port=PORT,
+        clock=SystemClock(),
+        metrics=RunsCollector(lambda: [run]),
+        metrics_token=BEARER,
+    )
     return TestClient(app, base_url=BASE, follow_redirects=False)
 
 
@@ -200,3 +208,15 @@ def test_changes_come_from_the_page_itself(client: TestClient) -> None:
     assert "it has ended already" in answer.text
     answer = client.post(f"{RUN}/delete", headers={"origin": BASE})
     assert answer.status_code == 404
+
+
+def test_metrics_have_a_token_of_their_own(client: TestClient) -> None:
+    """It opens nothing else, and whoever may look at the pages may see metrics."""
+    bearer = {"authorization": f"Bearer {BEARER}"}
+    assert "crossfed_run_loss" in client.get("/metrics", headers=bearer).text
+    for wrong in ({}, {"authorization": "Bearer x"}, {"authorization": BEARER}):
+        assert client.get("/metrics", headers=wrong).status_code == 403
+    for path in ("/", RUN, f"{RUN}/changes"):
+        assert client.get(path, headers=bearer).status_code == 403
+    _enter(client)
+    assert client.get("/metrics").status_code == 200

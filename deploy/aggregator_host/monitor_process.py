@@ -1,0 +1,85 @@
+"""The aggregator's live page and metrics, as a process of their own.
+
+``python -P -m crossfed.child deploy.aggregator_host.monitor_process CONFIG``. It reads
+files of runs and nothing else: whatever happens to it, no run notices, and the service
+starts it again. Two files beside ``aggregator.toml``, which only the operator may read,
+hold what opens it: ``page.token``, and ``metrics.token`` for a Prometheus.
+"""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from deploy.aggregator_host import config as aggregator_file, host_secrets
+from deploy.aggregator_host.config import AggregatorConfig
+from federation.clock import SystemClock
+from federation.errors import FederationError
+
+_PYTHON = [sys.executable, "-P", "-m", "crossfed.child"]
+
+
+def command(config_path: Path) -> list[str]:
+    """Return the command that starts it."""
+    return [*_PYTHON, "deploy.aggregator_host.monitor_process", str(config_path)]
+
+
+def address(config: AggregatorConfig) -> str:
+    """Where the operator's browser finds the page, with the token.
+
+    Raises:
+        FederationError: The aggregator serves no page.
+    """
+    if not config.file.monitor.port:
+        raise FederationError(
+            "this aggregator serves no page: set monitor.port in aggregator.toml, for "
+            "example to 8640, and start it again"
+        )
+    page, _ = host_secrets.tokens(config.folder)
+    return f"http://127.0.0.1:{config.file.monitor.port}/?token={page}"
+
+
+def serve(config: AggregatorConfig, stopped: threading.Event) -> None:
+    """Serve until ``stopped`` is set.
+
+    Raises:
+        FederationError: The port is taken, or a token is open to others.
+    """
+    # The service imports this module, too, but serves nothing itself.
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415
+    from deploy.aggregator_host.run_list import shown  # noqa: PLC0415
+    from deploy.web_server import serving  # noqa: PLC0415
+    from monitoring.runs.find import find_runs  # noqa: PLC0415
+    from monitoring.web.app import live_app  # noqa: PLC0415
+    from monitoring.web.run_metrics import RunsCollector  # noqa: PLC0415
+
+    page, metrics = host_secrets.tokens(config.folder)
+    pages = shown(config.runs, {"stop": run_queue.ask_to_stop})
+    clock = SystemClock()
+    collector = RunsCollector(lambda: find_runs(config.runs))
+    with serving(
+        lambda port: live_app(
+            pages,
+            token=page,
+            port=port,
+            clock=clock,
+            metrics=collector,
+            metrics_token=metrics,
+        ),
+        config.file.monitor.port,
+        clock=clock,
+    ):
+        stopped.wait()
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until the service ends it."""
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    os.nice(10)  # Training on the same host comes first.
+    serve(aggregator_file.load(Path(arguments[0])), stopped)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
