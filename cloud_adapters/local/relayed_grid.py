@@ -21,6 +21,7 @@ from federation.messages import (
     Task,
 )
 from federation.protocols import Clock, Grid
+from federation.rounds.cost import message_seconds
 from federation.rounds.failures import failure
 from federation.wire.relayed import down_sizes, up_sizes
 
@@ -187,9 +188,10 @@ class RelayedGrid:
                 batch, now, lambda: self._fail(batch, FailureKind.UNREACHABLE, text)
             )
             return
-        seconds = relay.latency_seconds + sum(sizes.values()) / relay.down
+        size, delay = sum(sizes.values()), relay.latency_seconds
+        seconds = message_seconds(size, relay.down, delay)
         # An answer is about as large as its task: the relay ends its round in time.
-        back = relay.latency_seconds + sum(sizes.values()) / relay.up
+        back = message_seconds(size, relay.up, delay)
         left = max(0.0, deadline_seconds - seconds - back)
         self._at(now + seconds, lambda: self._start(batch, left))
 
@@ -229,7 +231,7 @@ class RelayedGrid:
         )
         sizes = up_sizes(through, messages)
         relay, now = batch.relay, self._clock.monotonic()
-        due = now + relay.latency_seconds + sum(sizes) / relay.up
+        due = now + message_seconds(sum(sizes), relay.up, relay.latency_seconds)
         if due > batch.asked + batch.deadline_seconds:
             text = f"relay {relay.name!r} gave no answer within its deadline"
             self._send(

@@ -14,12 +14,18 @@ from federation.ids import SiteId
 from federation.job.job_keys import key
 from federation.job.spec import JobSpec, MachineSpec, RelayLineSpec, TrainingSpec
 from federation.rounds.local_work import bounds, in_round, is_auto, total_steps
-from federation.rounds.traffic import SiteFacts, Span, Traffic, examples_trained
+from federation.rounds.traffic import Leg, SiteFacts, Span, Traffic, examples_trained
 
 PHASES = ("set-up", "first round", "later rounds", "final evaluation")
 
 # See ``on_interface``.
 _ENVELOPES, _IDLE_BYTES_PER_SECOND = 1.0, 14_000.0
+
+# Of TCP: segments of a usual path, of which a connection begins with ten (RFC 6928).
+_FIRST_BYTES = 10 * 1_460
+# How many of a message's doublings it waits for, as measured between networks of one
+# machine (`benchmarks/virtual_accuracy.py`): some of its connections are warm.
+_DOUBLINGS = 0.5
 
 UNKNOWN = math.nan
 """A price that nobody knows: what follows from it is unknown, too."""
@@ -205,6 +211,27 @@ def speed_of(stated: Mapping[str, SiteSpeed], site: str) -> SiteSpeed:
     raise JobError(f"has no table for site {site!r}: state its speeds", key="sites")
 
 
+def message_seconds(
+    num_bytes: float, bytes_per_second: float, latency_seconds: float
+) -> float:
+    """Seconds of a message on a line that was idle: its delay, bytes and slow start.
+
+    TCP doubles what is under way in each round trip until the message has left or the
+    line is full (RFC 5681, section 3.1), so that long lines are wide only for large
+    messages.
+
+    Args:
+        num_bytes: Of the message.
+        bytes_per_second: Width of the line.
+        latency_seconds: One-way delay.
+    """
+    round_trip = 2 * latency_seconds
+    under_way = min(num_bytes, bytes_per_second * round_trip)
+    doublings = math.log2(max(1.0, under_way / _FIRST_BYTES))
+    slow = _DOUBLINGS * doublings * round_trip
+    return latency_seconds + num_bytes / bytes_per_second + slow
+
+
 def work_seconds(
     training: TrainingSpec, facts: SiteFacts, speed: SiteSpeed
 ) -> WorkSeconds:
@@ -227,25 +254,31 @@ def site_seconds(
     none. A site that waits for others has more time for them, but is not the slowest.
     """
     legs, facts = traffic.inside_legs(site, round_index), traffic.facts[site]
-    latency = len(legs) * speed.latency_seconds
-    down = sum((leg.down for leg in legs), Span()).high
-    up = sum((leg.up for leg in legs), Span()).high
     trains = round_index <= traffic.job.rounds
     training = in_round(traffic.job, round_index).training
     work = work_seconds(training, facts, speed)
-    send = latency + down / speed.down_bytes_per_second
+    send = sum(_down_seconds(leg, speed) for leg in legs)
     hidden = 0.0
     if work.ahead and trains and round_index > 1:
         before = traffic.inside_legs(site, round_index - 1)
-        sent = sum((leg.up for leg in before), Span()).high
-        gap = latency + sent / speed.up_bytes_per_second + send
+        gap = sum(_up_seconds(leg, speed) for leg in before) + send
         hidden = min(work.ahead, gap)
     return {
         "send": send,
         "evaluate": traffic.evaluations(round_index) * work.evaluate,
         "train": trains * work.train - hidden,
-        "return": latency + up / speed.up_bytes_per_second,
+        "return": sum(_up_seconds(leg, speed) for leg in legs),
     }
+
+
+def _down_seconds(leg: Leg, speed: SiteSpeed | RelaySpeed) -> float:
+    width = speed.down_bytes_per_second
+    return message_seconds(leg.down.high, width, speed.latency_seconds)
+
+
+def _up_seconds(leg: Leg, speed: SiteSpeed | RelaySpeed) -> float:
+    width = speed.up_bytes_per_second
+    return message_seconds(leg.up.high, width, speed.latency_seconds)
 
 
 def round_seconds(traffic: Traffic, round_index: int, speeds: Speeds) -> float:
@@ -302,9 +335,12 @@ def _relay_seconds(
         seconds = 0.0
         legs = [traffic.legs(SiteId(site), round_index) for site in relay.sites]
         for step in zip(*legs, strict=True):
-            down = sum(leg.down.high for leg in step) / speed.down_bytes_per_second
-            up = sum(leg.up.high for leg in step) / speed.up_bytes_per_second
-            seconds += 2 * speed.latency_seconds + down + up
+            together = Leg(
+                step=step[0].step,
+                down=sum((leg.down for leg in step), Span()),
+                up=sum((leg.up for leg in step), Span()),
+            )
+            seconds += _down_seconds(together, speed) + _up_seconds(together, speed)
         found[relay.name] = seconds
     return found
 

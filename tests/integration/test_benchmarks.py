@@ -64,9 +64,10 @@ SHORT = {
     "streaming": "--examples 300 --step-seconds 0 --setup-seconds 0 --repeats 1",
     "tune_samplers": "--smoke",
     "turns": "--pairs 1 --cases encrypted-read-small",
+    "virtual_accuracy": "--smoke --only capacity --rounds 2",
 }
-# `make lint` checks the types of all of them; these three also run in `make test`.
-NORMAL = {"overhead", "precision", "secure_aggregation"}
+# `make lint` checks the types of all of them; these four also run in `make test`.
+NORMAL = {"overhead", "precision", "secure_aggregation", "virtual_accuracy"}
 NGINX = {"adapter_privacy", "agents_memory"}
 FLOWER = {"agents_memory", "combine", "deployed", "secure_aggregation"}
 # Its cases are tried below.

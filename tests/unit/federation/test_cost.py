@@ -104,3 +104,23 @@ def test_messages_of_a_relay_are_measured_once(monkeypatch: pytest.MonkeyPatch):
     first, second, _ = (traffic.legs(SiteId(name), 1)[0] for name in names)
     assert 0 <= first.up.high - second.up.high <= 1
     assert measured == [2, 2]  # The smallest answers and the largest.
+
+
+def test_long_lines_are_wide_only_for_large_messages():
+    """TCP doubles what is under way until the message or the line ends it."""
+    line = {"bytes_per_second": 125e6, "latency_seconds": 0.04}
+
+    def slow(num_bytes: float, **changes: float) -> float:
+        """Round trips beside delay and bytes."""
+        at = {**line, **changes}
+        bare = at["latency_seconds"] + num_bytes / at["bytes_per_second"]
+        taken = cost.message_seconds(num_bytes, **at)
+        return (taken - bare) / (2 * at["latency_seconds"])
+
+    assert slow(14_600) == pytest.approx(0.0, abs=1e-9)
+    assert slow(4 * 14_600) == pytest.approx(1.0)  # Half of two doublings.
+    assert slow(16 * 14_600) == pytest.approx(2.0)
+    # A line of 80 ms and 1 Gbit/s holds 10 MB: more changes nothing.
+    assert slow(1e9) == pytest.approx(slow(1e7))
+    assert slow(1e9, bytes_per_second=1e3) == pytest.approx(0.0, abs=1e-6)
+    assert cost.message_seconds(1e6, 125e6, 0.0) == pytest.approx(0.008)
