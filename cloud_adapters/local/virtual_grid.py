@@ -28,6 +28,7 @@ from federation.clock import VirtualClock
 from federation.ids import SiteId, TaskId
 from federation.messages import FailureKind, Reply, Task
 from federation.protocols import SiteHandler
+from federation.rounds.cost import message_seconds
 from federation.rounds.failures import failure, no_answer
 from federation.wire import frame as wire
 
@@ -40,7 +41,7 @@ class Absences:
     """
 
     def __init__(self, *, share: float, seconds: float, seed: int, site: str) -> None:
-        """Begin at 0 with the site there.
+        """Begin at 0, where the site is already away with the chance of ``share``.
 
         Args:
             share: Part of the time that it is away, below 1.
@@ -52,7 +53,9 @@ class Absences:
         self._away = seconds
         text = f"absences\x00{seed}\x00{site}".encode()
         self._generator = np.random.default_rng([*hashlib.sha256(text).digest()])
-        self._next = (0.0, 0.0)
+        is_away = self._generator.random() < share
+        first = self._away * self._generator.standard_exponential() if is_away else 0.0
+        self._next = (0.0, first)
 
     def next(self, since: float) -> tuple[float, float]:
         """Find the first absence that ends after a time, no earlier than before.
@@ -168,7 +171,8 @@ class VirtualGrid:
             bytes_up=0,
         )
         self._open[task_id] = task, missed
-        arrival = now + machine.latency_seconds + num_bytes / machine.down
+        delay = machine.latency_seconds
+        arrival = now + message_seconds(num_bytes, machine.down, delay)
         self._at(arrival, lambda: self._work(task_id))
         self._at(now + deadline_seconds, lambda: self._settle(task_id, [missed]))
         return task_id
@@ -191,15 +195,15 @@ class VirtualGrid:
         machine.clock.wait_until(now)
         # This is the caller's thread: what interrupts it is no crash of a site.
         answers = answers_of(task, machine.handler, self._fault, crash=Exception)
-        sent = machine.clock.monotonic()
+        sent, delay = machine.clock.monotonic(), machine.latency_seconds
         replies = []
         for index, (message, num_bytes) in enumerate(answers):
-            sent += num_bytes / machine.up
+            sent += message_seconds(num_bytes, machine.up, delay) - delay
             replies.append(
                 replace(
                     missed,
                     message=message,
-                    answered_seconds=sent + machine.latency_seconds,
+                    answered_seconds=sent + delay,
                     bytes_down=0 if index else missed.bytes_down,
                     bytes_up=num_bytes,
                 )

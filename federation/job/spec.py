@@ -470,9 +470,9 @@ class ScheduleSpec:
         allocation: `static`: every site does the same local work. `capacity`: the
             aggregator measures how fast each site is, and gives faster ones more local
             steps, so that all end a round together: `training.local_steps` on average,
-            and at most `max_local_steps`. Each site scales its update to
-            `training.local_steps`, so that the fast ones do not count more. In virtual
-            time or deployed.
+            at least a quarter of it, and at most `max_local_steps`. Each site scales
+            its update to `training.local_steps`, so that the fast ones do not count
+            more. In virtual time or deployed.
         local_work: `fixed`: every round takes `training.local_steps`. `auto`: the
             aggregator measures how long rounds take, and chooses the fewest local
             steps, from `training.local_steps` to `max_local_steps`, for which sites

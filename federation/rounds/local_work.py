@@ -35,7 +35,8 @@ def bounds(job: JobSpec) -> tuple[int, int]:
     """The fewest and the most local steps of a round of a checked job with steps."""
     low, most = job.training.local_steps or 0, job.schedule.max_local_steps
     if is_by_capacity(job):
-        return 1, most or _MOST_TIMES * low
+        # An update of n steps is scaled by low / n, as if its rate were so much higher.
+        return max(1, low // _MOST_TIMES), most or _MOST_TIMES * low
     return low, most or low
 
 

@@ -182,7 +182,7 @@ def _cluster(_: int, rounds: int) -> Iterator[results.Result]:
     """The machines of section 5.1.1: 16 instances without GPU, and 32 with."""
     speeds, number = [CPU] * 16 + [A100] * 32, max(2, rounds // 4)
     for way, keys in (("static", {}), ("capacity", _CAPACITY)):
-        # An instance without GPU takes 2 or 3 steps while one with a GPU takes 70.
+        # A quarter of them is the least that a site takes, however slow it is.
         longer = {"training.local_steps": 4 * STEPS, **keys}
         job = job_of(speeds, 10_000.0, rounds=number, keys=longer)
         yield _row("cluster", way, job)

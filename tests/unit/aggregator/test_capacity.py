@@ -84,8 +84,8 @@ def test_bounds_hold_whatever_a_site_says_of_itself():
     claims = {A: Pace(1e-300, 0.0), B: Pace(1.0, 0.0), C: Pace(1e6, 1e6)}
     steps = allocate(job_of(), toy.SITES, claims)
     assert sum(steps.values()) <= 81
-    assert steps[C] == 1
-    assert set(steps.values()) <= set(range(1, 81))
+    assert steps[C] == 5, "an update of fewer steps would be scaled too much"
+    assert set(steps.values()) <= set(range(5, 81))
     assert max(allocate(job_of(max_local_steps=25), toy.SITES, claims).values()) <= 25
 
 

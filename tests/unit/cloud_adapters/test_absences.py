@@ -85,3 +85,12 @@ def test_site_is_away_for_its_share_of_the_time_and_at_the_same_times():
     assert all(end <= begin for (_, end), (begin, _) in pairwise(times))
     assert times == absences(1, "a")
     assert times[0] != absences(2, "a")[0] != absences(1, "b")[0]
+
+
+def test_share_of_sites_is_away_from_the_beginning():
+    """Or a short run of many phones would meet all of them."""
+    away = [
+        Absences(share=0.8, seconds=3600.0, seed=1, site=f"site-{i}").next(0.0)[0] == 0
+        for i in range(1_000)
+    ]
+    assert sum(away) / len(away) == pytest.approx(0.8, abs=0.05)
