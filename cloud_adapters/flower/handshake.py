@@ -74,7 +74,7 @@ class Attendance:
             they are connected.
         enrolled: Node of each site, as far as it is known before the site answers.
         required: Sites that must be there; all of them by default.
-        quorum: Sites without which an exchange is of no use.
+        quorum: Sites without which an exchange is of no use; 0 to wait for none.
         connect_seconds: How long to wait for the nodes, and for the answers to each
             further question of the handshake.
         tell: Called whenever other sites are there or connected.
@@ -84,7 +84,7 @@ class Attendance:
     known: Mapping[SiteId, int] = field(default_factory=dict)
     enrolled: Mapping[SiteId, int] = field(default_factory=dict)
     required: int | None = None
-    quorum: int = 0
+    quorum: int = 1
     connect_seconds: float = CONNECT_SECONDS
     tell: Tell = field(default=lambda _found: None)
 

@@ -35,7 +35,8 @@ class Presence:
 
         Args:
             api: Flower's own grid.
-            quorum: Nodes without which an exchange is of no use.
+            quorum: Nodes without which an exchange is of no use; 0 to wait for none,
+                because other tasks are open meanwhile.
             clock: Tells time.
             pause: Waits for so many seconds.
             is_told: Whether Flower reports heartbeats; its simulation makes up one
@@ -76,7 +77,7 @@ class Presence:
         begin = self._clock.monotonic()
         silent, told = self.silent(asked), set[int]()
         self._gone -= asked - silent  # A question to some forgets no others.
-        while silent:
+        while silent and self._quorum:
             seconds = self._clock.monotonic() - begin
             enough = len(asked - silent) >= needed
             have_left = silent - self._gone <= self._left

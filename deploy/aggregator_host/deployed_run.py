@@ -60,7 +60,7 @@ class Connect(Protocol):
             handshake: Tells which node is which site.
             sites: In the order of the job.
             required: How many must answer.
-            quorum: Without how many a round is of no use.
+            quorum: Without how many a round is of no use; 0 to wait for nobody.
         """
         ...
 
@@ -211,9 +211,8 @@ class DeployedRun:
                 anchors=self._anchors,
                 num_values=self.layout.size if job.relays else 0,
             )
-            grid = connect(
-                self._handshake, names, required=required, quorum=job.minimum_sites
-            )
+            quorum = job.minimum_sites if job.buffer_size is None else 0
+            grid = connect(self._handshake, names, required=required, quorum=quorum)
             if job.relays:
                 self._handshake.check_present(required)
             if self._handshake.needs is not None:

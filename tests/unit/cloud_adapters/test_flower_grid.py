@@ -684,6 +684,18 @@ def test_node_that_does_not_come_back_delays_one_round_only(
     assert kinds(exchange(grid, round_index=3))["one"] == "answered"
 
 
+def test_a_run_whose_sites_wait_for_nobody_awaits_no_lost_node(
+    beating: Beating, clock: VirtualClock
+):
+    """Meanwhile answers of the others would lie there, and they would be idle."""
+    grid = make_grid(beating, clock, handshake=NamesRead(), quorum=0)
+    stop_beating(beating, clock, 20)
+    clock.sleep(30.0)
+    before = clock.now()
+    assert kinds(exchange(grid, seconds=600.0))["one"] == FailureKind.DISCONNECTED
+    assert clock.now() - before < 5.0
+
+
 def test_a_question_to_some_nodes_forgets_no_lost_one(
     beating: Beating, clock: VirtualClock
 ):
