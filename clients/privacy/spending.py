@@ -197,11 +197,11 @@ class BudgetedTrainer:
             raise ProtocolError("was asked to evaluate, but the job has no evaluations")
         releases: list[Release] = []
         if trains:
-            event = self._releases.event_in(round_index, steps)
-            if self._is_paid(event):
-                event = replace(event, steps=0)
+            event = whole = self._releases.event_in(round_index, steps)
+            if self._is_paid(whole):
+                event = replace(whole, steps=0)
             else:
-                self._check_room(event, round_index)
+                self._check_room(whole, round_index)
             releases.append((event, "train"))
         if held_out is not None:
             releases += [(held_out.event(), "evaluate")] * evaluations
@@ -210,6 +210,7 @@ class BudgetedTrainer:
         self._trains, self._evaluations = trains, evaluations
         if self._kept is not None and trains:
             self._kept.charge = _name(self._trainings()[-1])
+            self._kept.event = str(whole)
 
     def _is_paid(self, event: PrivacyEvent) -> bool:
         """Whether the newest charge of training is for such a round and released none.
@@ -220,9 +221,10 @@ class BudgetedTrainer:
         no answer sent. So entries e_1, e_2, ... of n steps, each with those of 0 steps
         that follow it, have at most one answer. It is a function of the n steps, at
         most, that led to it; others were dropped unseen, as for a process that is
-        killed. Each answer has an e_i, so that all are post-processing of what the
-        ledger composes, whichever kept steps it continued from: steps in two answers
-        are charged twice and taken once.
+        killed. Each answer has an e_i, and kept steps are continued only for an equal
+        event, of the same noise, rate and number. So answers 1 to k are a function of
+        at most k n such steps, which their entries compose, whichever steps they
+        continued from: steps in two answers are charged twice and taken once.
 
         An entry cannot be used again. Kept steps name it, and the next round, also one
         that continues them, moves the ledger on: a copy that is put back names an entry

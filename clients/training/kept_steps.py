@@ -6,8 +6,9 @@ which a replacement of the machine has too. If the same round is asked again, wi
 same model, the replacement continues after the last step, and its result is the same to
 the last bit. The state of any other round is removed.
 
-Private steps continue in any round that begins with the same model and takes as many:
-their samples and noise are fresh. What they cost is in ``clients.privacy.spending``.
+Private steps continue in any round that begins with the same model and is charged for
+as many of the same kind: their samples and noise are fresh. What they cost is in
+``clients.privacy.spending``.
 
 Only where a round may be continued: see ``JobSpec.continues_rounds``. The state never
 leaves the site.
@@ -113,6 +114,7 @@ class KeptSteps:
             none.
         charge: Names the round's entry in the site's privacy ledger; empty where steps
             are not private.
+        event: The kind and number of its private steps.
     """
 
     site: SiteId
@@ -127,6 +129,7 @@ class KeptSteps:
     writing: Callable[[], AbstractContextManager[object]] = nullcontext
     every_seconds: float = 0.0
     charge: str = field(default="", init=False)
+    event: str = field(default="", init=False)
     _most_bytes: int = field(default=_SLACK_BYTES, init=False)
     _due: float = field(default=math.inf, init=False)
 
@@ -247,7 +250,9 @@ class KeptSteps:
             _LOG.warning("site %s cannot remove %s: %s", self.site, self._key, error)
 
     def _of_round(self, round_index: int) -> Mapping[str, Fact]:
-        return self._of if self.charge else {**self._of, "round": round_index}
+        if self.charge:
+            return {**self._of, "event": self.event}
+        return {**self._of, "round": round_index}
 
     def _keep(
         self,

@@ -413,7 +413,7 @@ class TorchTrainer:
         generators = global_generators(self.pool.device)
         if self.private is not None:
             # The next steps draw afresh, and states of generators are secret.
-            steps, generators = range(len(start.steps)), []
+            steps, generators = None, []
         return InterruptedSteps(
             self.kept_steps,
             start,

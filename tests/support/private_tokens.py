@@ -5,6 +5,7 @@ interrupted, and whatever was put back, must hold no more numbers than were char
 """
 
 import os
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from privacy.dp.ledger.ledger import FileLedger
 from privacy.dp.ledger.ledger_format import Terms
 
 SITE, RUN, STEPS = SiteId("a"), RunId("run-1"), 3
-EVENT = PrivacyEvent(noise_multiplier=50.0, sampling_rate=1.0, steps=STEPS)
+NOISES = (50.0, 60.0)  # A token's last bit says with which it was made.
+EVENT = PrivacyEvent(noise_multiplier=NOISES[0], sampling_rate=1.0, steps=STEPS)
 TERMS = Terms(run_id=RUN, site=SITE, job_digest="00" * 32, delta=1e-5, epsilon_cap=99.0)
 STATE, LEDGER = Path("sites", SITE, "steps"), Path("ledger")
 JOB = job_file.parse(
@@ -50,9 +52,9 @@ class Killed(BaseException):
 class TokenTrainer:
     """Takes steps whose results are their own numbers."""
 
-    def __init__(self, kept: KeptSteps, dies_after: int = 0) -> None:
+    def __init__(self, kept: KeptSteps, level: int, dies_after: int = 0) -> None:
         """Keep steps, and die after some of them."""
-        self._kept, self._dies_after = kept, dies_after
+        self._kept, self._level, self._dies_after = kept, level, dies_after
 
     def layout(self) -> Layout:
         """Have no model."""
@@ -89,7 +91,7 @@ class TokenTrainer:
         """Take the steps that are left."""
 
         def start() -> str:
-            return start_digest(weights_d, integers_m, {}, range(len(steps)))
+            return start_digest(weights_d, integers_m, {})
 
         def state() -> KeptState:
             facts = {"position": len(tokens)}
@@ -98,7 +100,7 @@ class TokenTrainer:
         found = self._kept.begin(round_index, start)
         tokens: list[int] = [] if found is None else found.arrays["tokens"].tolist()
         for taken in range(len(tokens) + 1, len(steps) + 1):
-            tokens.append(int.from_bytes(os.urandom(7)))
+            tokens.append(2 * int.from_bytes(os.urandom(7)) + self._level)
             if taken == self._dies_after:
                 raise Killed
             self._kept.after_step(round_index, start, state)
@@ -125,6 +127,7 @@ class Agent:
         leaves_after: int = 0,
         dies_after: int = 0,
         every_seconds: float = 0.0,
+        level: int = 0,
     ) -> None:
         """Open the ledger; with an anchor that the aggregator knows."""
         looks = count(1)
@@ -139,9 +142,12 @@ class Agent:
             every_seconds=every_seconds,
         )
         releases = Releases(
-            round_event=EVENT, held_out=None, evaluates=False, max_loss=1.0
+            round_event=replace(EVENT, noise_multiplier=NOISES[level]),
+            held_out=None,
+            evaluates=False,
+            max_loss=1.0,
         )
-        inner = TokenTrainer(kept, dies_after)
+        inner = TokenTrainer(kept, level, dies_after)
         self._trainer = BudgetedTrainer(inner, self.ledger, releases, kept)
 
     def answer(

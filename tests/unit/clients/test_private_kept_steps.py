@@ -4,14 +4,25 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.private_tokens import EVENT, LEDGER, STATE, STEPS, TERMS, Agent, Killed
+from support.private_tokens import (
+    EVENT,
+    LEDGER,
+    NOISES,
+    STATE,
+    STEPS,
+    TERMS,
+    Agent,
+    Killed,
+)
 
 from federation.clock import VirtualClock
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from privacy.dp.errors import LedgerBehind
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger_recovery import recover
 
 Answer = tuple[int, ...]
@@ -32,7 +43,7 @@ class World:
         self.folder, self.clock = folder, Ticking(1.8e9)
         self.sent: list[Answer] = []
         self.anchor = NO_ANCHOR
-        self.charged: list[int] = []
+        self.events: list[PrivacyEvent] = []
 
     def ask(
         self,
@@ -43,6 +54,7 @@ class World:
         dies_after: int = 0,
         every_seconds: float = 0.0,
         num_steps: int = STEPS,
+        level: int = 0,
     ) -> Answer:
         """Ask a new process for a round; return what it sends, if anything.
 
@@ -56,6 +68,7 @@ class World:
             leaves_after=leaves_after,
             dies_after=dies_after,
             every_seconds=every_seconds,
+            level=level,
         )
         found: Answer = ()
         with closing(agent.ledger):
@@ -64,21 +77,28 @@ class World:
             if found:
                 self.sent.append(found)
                 self.anchor = self.anchor.joined(agent.ledger.anchor())
-            self.charged = [c.event.steps for c in agent.ledger.charges()]
+            self.events = [charge.event for charge in agent.ledger.charges()]
         self.check()
         return found
 
+    @property
+    def charged(self) -> list[int]:
+        return [event.steps for event in self.events]
+
     def check(self) -> None:
-        """No answer is of steps that the ledger does not show."""
+        """No answer is of steps that the ledger does not show, with their noise."""
         tokens = {token for answer in self.sent for token in answer}
-        assert len(tokens) <= sum(self.charged), (self.sent, self.charged)
+        for level, noise in enumerate(NOISES):  # Less noise costs more.
+            paid = [e.steps for e in self.events if e.noise_multiplier <= noise]
+            made = sum(token % 2 <= level for token in tokens)
+            assert made <= sum(paid), (self.sent, self.events)
 
     def recover(self, anchor: LedgerAnchor | None = None) -> None:
         recover(
             self.folder / LEDGER,
             TERMS,
             anchor=self.anchor if anchor is None else anchor,
-            events={"train": EVENT},
+            events={"train": replace(EVENT, steps=STEPS + 1)},
             clock=self.clock,
         )
 
@@ -134,6 +154,16 @@ def test_a_round_of_other_steps_is_paid_for_by_itself(world: World, num_steps: i
     world.ask(leaves_after=2)
     assert len(world.ask(num_steps=num_steps)) == num_steps
     assert world.charged == [STEPS, num_steps]
+
+
+def test_steps_with_other_noise_are_not_continued(world: World):
+    """As after records came or went: a copy of dropped ones would be in an answer."""
+    world.ask(leaves_after=2)
+    kept = (world.folder / STATE).read_bytes()
+    world.ask(2, model=2.0)
+    (world.folder / STATE).write_bytes(kept)
+    world.ask(level=1)
+    assert world.charged == [STEPS, 0, STEPS]
 
 
 def test_no_charge_has_two_answers(world: World):
@@ -200,7 +230,7 @@ def test_a_ledger_from_before_the_answer_is_refused(world: World, put_back: bool
         world.ask()
     world.recover()
     world.ask()
-    assert world.charged == [STEPS, STEPS, STEPS]
+    assert world.charged == [STEPS, STEPS + 1, STEPS]
 
 
 def test_an_entry_in_the_place_of_a_lost_one_is_another(world: World):
@@ -259,6 +289,7 @@ def test_whatever_happens_no_answer_is_of_steps_that_were_not_charged(
                 dies_after=draw.choice([0, 0, 0, 1, 2, 3]),
                 every_seconds=draw.choice([0.0, 1e-9]),
                 num_steps=draw.choice([1, STEPS, STEPS, STEPS, STEPS + 1]),
+                level=draw.choice([0, 0, 0, 1]),
             )
         except LedgerBehind:
             world.recover()
