@@ -22,7 +22,7 @@ Shape suffixes: d float values of the model, m integer values of the model.
 
 import contextlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from federation.errors import (
     ObjectExists,
     RunConflict,
 )
-from federation.events import CheckpointSkipped, Emit
+from federation.events import CheckpointSkipped, Emit, RunExtended
 from federation.ids import SiteId
 from federation.job.job_extension import check_same
 from federation.messages import LedgerAnchor, join_anchors
@@ -76,7 +76,7 @@ class RunCheckpoints:
         emit: Takes a ``CheckpointSkipped`` for each damaged checkpoint.
         clock: Dates the events.
         chunk_bytes: A larger blob is stored in chunks of this size.
-        rounds_before: Numbers of rounds that the job had before it was extended.
+        extensions: How the job was extended, in order.
         newest_saved: The newest round that was saved, by the run's record of events;
             None if it names none.
         allocate: Makes the vectors of a state that is loaded.
@@ -94,7 +94,7 @@ class RunCheckpoints:
     emit: Emit
     clock: Clock
     chunk_bytes: int = CHUNK_BYTES
-    rounds_before: Collection[int] = ()
+    extensions: Sequence[RunExtended] = ()
     newest_saved: int | None = None
     allocate: Allocate = in_memory
 
@@ -255,7 +255,7 @@ class RunCheckpoints:
                 f"{self.run_id!r}; resume that run, or start in an empty folder"
             )
         check_same(
-            self.job, manifest.job, where=manifest.key, rounds_before=self.rounds_before
+            self.job, manifest.job, where=manifest.key, extensions=self.extensions
         )
         self.layout.check_same(manifest.layout, whose=f"the checkpoint {manifest.key}")
 

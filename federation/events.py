@@ -101,7 +101,7 @@ class RunStarted(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunExtended(RunEvent):
-    """From here on the run's job has more rounds; nothing else of it has changed.
+    """From here on the run's job has more rounds or sites, and no other change.
 
     Attributes:
         at: When.
@@ -112,6 +112,7 @@ class RunExtended(RunEvent):
         rounds: Rounds that it has.
         job_before: Digest of the job before, 64 hexadecimal digits.
         job: Digest of the job from here on.
+        joined: Sites that it did not have before.
     """
 
     last_round: int
@@ -120,6 +121,7 @@ class RunExtended(RunEvent):
     rounds: int
     job_before: str
     job: str
+    joined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

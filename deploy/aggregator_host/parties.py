@@ -50,7 +50,7 @@ class Parties:
         found = cls.load(folder)
         kept = run.path / "roster.toml"
         if run.run_id() is None:
-            replace_file(kept, [roster.dumps(found.roster).encode()])
+            found.keep(run)
         elif not kept.exists():
             raise JobError(
                 f"{kept} is missing, the roster that this run began with: restore it "
@@ -60,6 +60,15 @@ class Parties:
         found.check_pinned(members, kept, folder)
         book = BookFile(folder=folder).read()
         return replace(found, roster=members, revoked=book.revoked_sites(members))
+
+    def keep(self, run: RunFolder) -> None:
+        """Have a run go by this roster from now on.
+
+        Raises:
+            StoreUnavailable: Its folder cannot be written.
+        """
+        text = roster.dumps(self.roster).encode()
+        replace_file(run.path / "roster.toml", [text])
 
     @classmethod
     def load(cls, folder: Path) -> "Parties":

@@ -387,6 +387,7 @@ def take_up(run: RunFolder, *, at: float) -> None:
     """
     before = read(run)
     request = RunRequest(at=at) if before is None else _waiting(before, at)
+    request = _of_job(request, run.read_spec())  # Sites may have joined it.
     for name in (COORDINATOR, STOP, YIELD, CONNECTED):
         (run.path / name).unlink(missing_ok=True)
     durable_files.write_json(run.path / REQUEST, replace(request, at=at))

@@ -49,8 +49,15 @@ def _run(options: argparse.Namespace) -> int:
     if options.resume or extend:
         run = run_queue.find_ended(job, config.runs, extend=extend)
         resumed = run.run_id() is not None
-        check(job, Parties.of_run(config.folder, run), resumed=resumed)
-        if extend:
+        found = extension.check(job, run) if extend else None
+        joins = found is not None and bool(found.joined)
+        parties = (
+            Parties.load(config.folder) if joins else Parties.of_run(config.folder, run)
+        )
+        check(job, parties, resumed=resumed)
+        if joins:  # Before it is on record that the run needs this roster.
+            parties.keep(run)
+        if found is not None:
             extension.record(job, run, options.clock)
         run_queue.take_up(run, at=now)
     else:

@@ -71,7 +71,7 @@ def check_job(run: RunFolder, job: JobSpec) -> None:
         job_digest.deciding(job),
         job_digest.what_decides(kept),
         where=str(run.job),
-        rounds_before=[one.rounds_before for one in run.extensions()],
+        extensions=run.extensions(),
     )
 
 

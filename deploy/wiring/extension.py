@@ -1,4 +1,4 @@
-"""Extend a run: record that its job has more rounds, before anyone works on them."""
+"""Extend a run: record that its job has more rounds or sites, before anyone works."""
 
 from dataclasses import replace
 
@@ -14,14 +14,14 @@ from monitoring.runs.run_folder import RunFolder
 
 
 def check(job: JobSpec, run: RunFolder) -> RunExtended | None:
-    """Check that a run can be extended to a job's number of rounds.
+    """Check that a run can be extended to a job's number of rounds, and by its sites.
 
     Returns:
         What its record lacks; None if it was extended to this job before.
 
     Raises:
         CheckpointMismatch: The job differs in more than that, or a result depends on
-            the number of rounds.
+            the number of rounds or on who takes part.
         RunNotFound: There is no run, or its job file is missing.
         CorruptObject: The record is damaged.
     """
@@ -29,7 +29,9 @@ def check(job: JobSpec, run: RunFolder) -> RunExtended | None:
     old, new = job_digest.digest(before).hex(), job_digest.digest(job).hex()
     if old == new and any(one.job == new for one in run.extensions()):
         return None
-    check_extension(before, job)
+    joined = check_extension(before, job)
+    if joined and not run.is_submitted():
+        _check_dealt(job, joined[0])
     view = run.view()
     if view.selected is not None and view.selected.stopped_early:
         raise CheckpointMismatch(
@@ -44,6 +46,11 @@ def check(job: JobSpec, run: RunFolder) -> RunExtended | None:
     ended = last >= before.rounds or is_auto(before)
     spent = secure and job.evaluation.every > 0 and ended
     first = last + 1 + spent
+    if last >= job.rounds:
+        raise CheckpointMismatch(
+            f"rounds: the run has ended after {last}, and nobody can join it: choose "
+            "more"
+        )
     if first > job.rounds:
         raise CheckpointMismatch(
             f"rounds: extend this run to at least {first}: with secure aggregation the "
@@ -57,7 +64,22 @@ def check(job: JobSpec, run: RunFolder) -> RunExtended | None:
         rounds=job.rounds,
         job_before=old,
         job=new,
+        joined=joined,
     )
+
+
+def _check_dealt(job: JobSpec, name: str) -> None:
+    """Refuse another site where a simulation deals the job's data to all of them.
+
+    Raises:
+        CheckpointMismatch: It would deal other records to those of the run.
+    """
+    if any(site.data is None for site in job.sites):
+        raise CheckpointMismatch(
+            f"{name!r} cannot join this run: its sites share the job's data, and would "
+            "get other records with another number of sites. Give each site its own "
+            "(sites.data) and start a new run"
+        )
 
 
 def record(job: JobSpec, run: RunFolder, clock: Clock) -> None:

@@ -238,7 +238,7 @@ class Run:
             keep=job.storage.keep_checkpoints,
             emit=self.emit,
             clock=self.clock,
-            rounds_before=[one.rounds_before for one in self.extensions],
+            extensions=self.extensions,
             newest_saved=self.newest_saved,
             allocate=self.allocate,
         )

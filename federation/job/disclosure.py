@@ -82,7 +82,10 @@ TABLE: Mapping[str, Rows] = {
         "engine task secure_aggregation frozen classes weights relays relayed"
     },
     "RunExtended": {
-        (PUBLIC, _SUMS): "at last_round first_round rounds_before rounds job_before job"
+        (
+            PUBLIC,
+            _SUMS,
+        ): "at last_round first_round rounds_before rounds job_before job joined"
     },
     "DataDistributed": {
         (PUBLIC, _SUMS): "at label_kind labels",

@@ -1,12 +1,15 @@
-"""Which changes of its job a started run allows: more rounds, and no others."""
+"""Which changes of its job a started run allows: more rounds and sites, no others."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from federation.errors import CheckpointMismatch
+from federation.events import RunExtended
 from federation.job import job_digest
 from federation.job.job_file import differences
 from federation.job.spec import JobSpec
+from federation.methods.registry import used_by
 
 
 def check_same(
@@ -14,7 +17,7 @@ def check_same(
     kept: Mapping[str, Any],
     *,
     where: str,
-    rounds_before: Collection[int] = (),
+    extensions: Sequence[RunExtended] = (),
 ) -> None:
     """Check that a run is resumed with the job that it was started with.
 
@@ -22,46 +25,89 @@ def check_same(
         mine: The job that resumes it, as ``job_digest.deciding`` returns it.
         kept: The job that is kept with the run, without irrelevant keys too.
         where: The file that keeps it.
-        rounds_before: Numbers of rounds that the job had before it was extended.
+        extensions: How the job was extended since, in order.
 
     Raises:
         CheckpointMismatch: They differ; the message names every key that does.
     """
-    if kept.get("rounds") in rounds_before:
-        kept = {**kept, "rounds": mine.get("rounds")}
-    found = differences(mine, kept)
+    found = min((differences(one, kept) for one in _before(mine, extensions)), key=len)
     if found:
         raise CheckpointMismatch(
             f"the run was started with a different job: {'; '.join(found)} (there: "
             f"{where}). Set these keys back to resume, extend the run (--extend "
-            "ROUNDS) if it is to have more rounds, or start a new run"
+            "ROUNDS) if it is to have more rounds or sites, or start a new run"
         )
 
 
-def check_extension(before: JobSpec, after: JobSpec) -> None:
-    """Check that a job differs from that of its run in nothing but more rounds.
+def _before(
+    job: Mapping[str, Any], extensions: Sequence[RunExtended]
+) -> Iterator[Mapping[str, Any]]:
+    """Yield a job, and what it was before each of its extensions, the newest first."""
+    yield job
+    for one in reversed(extensions):
+        sites = [site for site in job["sites"] if site["name"] not in one.joined]
+        job = {**job, "rounds": one.rounds_before, "sites": sites}
+        yield job
+
+
+def check_extension(before: JobSpec, after: JobSpec) -> tuple[str, ...]:
+    """Check that a job has more rounds or sites than that of its run, and no other key.
+
+    Returns:
+        The sites that join.
 
     Raises:
-        CheckpointMismatch: It differs in another key, or has as many rounds or fewer;
-            or what was done in earlier rounds depends on how many there are.
+        CheckpointMismatch: It differs in another key, has fewer rounds or nothing more;
+            or what was done in earlier rounds depends on how many there are, or on who
+            takes part.
     """
+    known = {site.name for site in before.sites}
+    joined = tuple(site.name for site in after.sites if site.name not in known)
+    rest = replace(after, sites=tuple(s for s in after.sites if s.name in known))
     same_rounds = {**job_digest.deciding(before), "rounds": after.rounds}
-    changes = differences(job_digest.deciding(after), same_rounds)
+    changes = differences(job_digest.deciding(rest), same_rounds)
     if changes:
         raise CheckpointMismatch(
             "the run was started from another job, and only its rounds can be "
-            f"extended: {'; '.join(changes)}. Set these keys back, or start a new run"
+            f"extended, and its sites: {'; '.join(changes)}. Set these keys back, or "
+            "start a new run"
         )
-    if after.rounds <= before.rounds:
+    if after.rounds < before.rounds or (after.rounds == before.rounds and not joined):
         raise CheckpointMismatch(
             f"rounds: the run's job has {before.rounds} already, so it cannot be "
             f"extended to {after.rounds}; choose more"
         )
-    for key, reason in _dependents(after).items():
+    fixed = _dependents(after) if after.rounds > before.rounds else {}
+    for key, reason in fixed.items():
         raise CheckpointMismatch(
             f"a run with {key} cannot be extended: {reason}. Start a new run from its "
             "model instead (model.weights)"
         )
+    for key, reason in (_of_members(after) if joined else {}).items():
+        raise CheckpointMismatch(
+            f"{joined[0]!r} cannot join a run with {key}: {reason}. Start a new run "
+            "from its model instead (model.weights)"
+        )
+    return joined
+
+
+def _of_members(job: JobSpec) -> dict[str, str]:
+    """What rests on the sites that a run began with, each with how."""
+    found = {
+        method.name: "what sites keep adds up over all that it began with"
+        for method in used_by(job)
+        if method.follows_counted
+    }
+    if job.privacy.secure_aggregation.enabled:
+        found["secure aggregation"] = (
+            "sites have agreed on a roster for the whole run, and two sums that differ "
+            "by the update of one site reveal it"
+        )
+    if job.privacy.differential_privacy.enabled:
+        found["differential privacy"] = (
+            "noise and promises are planned for the sites that it began with"
+        )
+    return found
 
 
 def _dependents(job: JobSpec) -> dict[str, str]:

@@ -6,6 +6,7 @@ every update; the gather of ``aggregator.secure_sum`` learns their sum and nothi
 Shape suffixes: d float values of the model.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, partial
@@ -62,6 +63,7 @@ def exchange(
         grid.withdraw(still_open)
 
 
+_STALE_IN_A_ROW = 3  # Updates after which a person is told.
 _Answer = TypeVar("_Answer", SiteUpdate, MaskedUpdate)
 
 
@@ -213,6 +215,8 @@ class PlainGather:
     _held: dict[SiteId, int] = field(init=False, default_factory=dict)
     # Of each update of the round its weight, and the part of a fresh one's that it is.
     _shares: list[tuple[float, float]] = field(init=False, default_factory=list)
+    # Of each site its updates in a row that were based on too old a model.
+    _stale: Counter[SiteId] = field(init=False, default_factory=Counter)
 
     def __post_init__(self) -> None:
         """Open the dispatcher."""
@@ -346,6 +350,15 @@ class PlainGather:
             InvalidUpdate: None, by the schedule.
         """
         share = self.schedule.share(record.state.round_index - update.based_on)
+        self._stale[update.site] = 0 if share else self._stale[update.site] + 1
+        if self._stale[update.site] == _STALE_IN_A_ROW and self.job.buffer_size:
+            most = self.job.schedule.max_staleness
+            record.events.warned(
+                f"none of the work of site {update.site!r} counts: of its last "
+                f"{_STALE_IN_A_ROW} updates each began more than {most} models ago; "
+                "raise schedule.max_staleness, or lower training.local_steps or set "
+                'schedule.allocation = "capacity", so that it takes fewer steps'
+            )
         if not share:
             raise InvalidUpdate(
                 f"is based on the model of round {update.based_on}, which is too old"

@@ -93,10 +93,11 @@ def killed_before(event: RunStarted) -> str:
 
 
 def extended(event: RunExtended) -> str:
-    """The notice that a run's job has more rounds from here on."""
+    """The notice that a run's job has more rounds or sites from here on."""
+    joined = f"; {', '.join(event.joined)} joined" if event.joined else ""
     return (
         f"extended  from {event.rounds_before} to {event.rounds} rounds, after round "
-        f"{event.last_round}"
+        f"{event.last_round}{joined}"
     )
 
 

@@ -15,9 +15,11 @@ import pytest
 from support import toy
 from support.scripted_grid import ScriptedGrid, reply_to
 
-from federation.events import RoundFinished, SiteAnswered, SiteFailed
+from federation.clock import VirtualClock
+from federation.events import RoundFinished, SiteAnswered, SiteFailed, Warned
 from federation.ids import SiteId, TaskId
 from federation.messages import (
+    RelayedSum,
     Reply,
     RoundTask,
     SiteMessage,
@@ -294,6 +296,85 @@ def way_of(**changes: Any) -> tuple[Vector, list[float]]:
     assert {*ages} > {0}
     parts = [(1 + (age or 0)) ** -0.5 / len(toy.SITES) for age in ages]
     return state.weights_d - before_d, parts
+
+
+def test_site_whose_updates_are_always_too_old_is_named_once():
+    tables = {"mode": "buffered", "buffer_size": 1, "max_staleness": 1}
+    run = toy.Toy(job=toy.job({"rounds": 30, "schedule": tables}))
+    gather = PlainGather(
+        run.job,
+        grid=Pacing(),
+        weight_of=lambda _: 1.0,
+        combine=toy.combine_rule(run.job.aggregation),
+        schedule=schedule_of(run.job),
+    )
+    run_federation(run.job, replace(run.parts(Pacing()), gather=gather))
+    told = [event.message for event in run.told(Warned)]
+    assert len(told) == 1
+    assert f"site {C!r}" in told[0]
+    assert "more than 1 models" in told[0]
+    assert "schedule.max_staleness" in told[0]
+
+
+class Relaying(ScriptedGrid):
+    """A relay's sum of A and B comes after 1 s, and C answers after 3 s.
+
+    What B says of its part is unsound, which the relay cannot see.
+    """
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self.clock = clock
+        self._due: list[tuple[float, Reply]] = []
+
+    def send(
+        self, tasks: Sequence[Task], *, deadline_seconds: float
+    ) -> Sequence[TaskId]:
+        del deadline_seconds
+        ids = self.number(tasks)
+        pairs = {pair[1].site: pair for pair in zip(ids, tasks, strict=True)}
+        through = RelayedSum(sites=(A, B), update=toy.update(A))
+        for site in (A, B, C):
+            task_id, task = pairs[site]
+            assert isinstance(task, RoundTask)
+            message = answer(task)
+            assert isinstance(message, SiteUpdate)
+            if site == B:
+                message = replace(message, layout_digest="0" * 64)
+            due = self.clock.monotonic() + (3.0 if site == C else 1.0)
+            reply = reply_to(message, task_id)
+            if site != C:
+                reply = replace(reply, through=through)
+            self._due.append((due, reply))
+        return ids
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        if not self._due:
+            return deque()
+        now, wait = self.clock.monotonic(), timeout_seconds
+        if wait is not None and self._due[0][0] > now + wait:
+            self.clock.sleep(wait)
+            return deque()
+        due, reply = self._due.pop(0)
+        self.clock.wait_until(due)
+        return deque([reply])
+
+
+def test_hostile_site_behind_a_relay_does_not_end_a_round_before_its_quorum():
+    """The sum of its relay counts only when all of its answers are sound."""
+    clock = VirtualClock()
+    tables = {"rounds": 1, "evaluation": {"every": 0}, "schedule": {"minimum_sites": 1}}
+    run = toy.Toy(job=toy.job(tables), clock=clock)
+    gather = PlainGather(
+        run.job,
+        grid=Relaying(clock),
+        weight_of=lambda _: 1.0,
+        combine=toy.combine_rule(run.job.aggregation),
+        schedule=Barrier(quorum=1, grace=0.0),
+    )
+    run_federation(run.job, replace(run.parts(Relaying(clock)), gather=gather))
+    (finished,) = run.told(RoundFinished)
+    assert (finished.status, finished.answered) == ("completed", (C,))
 
 
 def test_update_of_a_buffer_counts_as_in_a_round_of_all_and_less_if_it_is_stale():

@@ -302,3 +302,40 @@ def test_sites_refuse_another_first_model_than_the_jobs(
     with pytest.raises(QuorumNotMet) as caught:
         simulate(job)
     assert "site-0: received a first model" in str(caught.value)
+
+
+def with_own_data(*names: str, rounds: int) -> JobSpec:
+    sites = [
+        {
+            "name": name,
+            "data": {
+                "source": "support.small_jobs:blobs",
+                "options": {"num_train": 60 + n},
+            },
+        }
+        for n, name in enumerate(names)
+    ]
+    return small_job(sites=sites, rounds=rounds, simulation={"workers": 1})
+
+
+def test_a_site_joins_between_two_rounds(tmp_path: Path) -> None:
+    """Rounds before are of the others alone; and the run is resumed with all."""
+    run = RunFolder(tmp_path / "run")
+    simulate(with_own_data("a", "b", rounds=2), folder=run.path)
+    more = with_own_data("a", "b", "c", rounds=4)
+    simulate(more, folder=run.path, extend=True)
+    (event,) = extensions(run)
+    assert (event.joined, event.last_round) == (("c",), 2)
+    rounds = [e for e in run.read_events() if isinstance(e, RoundFinished)]
+    assert [len(e.answered) for e in rounds] == [2, 2, 3, 3]
+    assert run.view().sites[-1].answered == 2
+    simulate(more, folder=run.path, resume=True)
+
+
+def test_nobody_joins_a_run_that_deals_its_data(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    simulate(job_of(2), folder=run.path)
+    more = small_job(num_sites=4, rounds=3, simulation={"workers": 1})
+    with pytest.raises(CheckpointMismatch, match="other records"):
+        simulate(more, folder=run.path, extend=True)
+    assert not extensions(run)

@@ -127,6 +127,16 @@ class Deployment:
     def start_aggregator(self) -> None:
         self.start("aggregator", "aggregator", "up", "--config", self.config)
 
+    def enrol(self, site: str, *role: str) -> None:
+        """Invite and enrol a site, as a person would on its machine."""
+        invited = _prepare("aggregator", "invite", site, *role, "--config", self.config)
+        _prepare("enroll", "--folder", str(self.folder / site), given=invited)
+
+    def equip(self, site: str, policy: str) -> None:
+        """Accept the newest roster for a site, and set its policy."""
+        _accept_roster(self.folder / site)
+        _set_policy(self.folder / site / "site.toml", policy)
+
     def start_site(self, name: str, *, anew: bool = False, **environment: str) -> None:
         config = self.folder / name / "site.toml"
         words = ("site", "up", "--config", str(config))
@@ -323,14 +333,9 @@ def deployed(
         log = folder / "aggregator.log"
         wait_for(lambda: _is_healthy(made), f"the aggregator ({log})")
         for site in sites:
-            role = ["--relay"] if site in relays else []
-            invited = _prepare(
-                "aggregator", "invite", site, *role, "--config", made.config
-            )
-            _prepare("enroll", "--folder", str(folder / site), given=invited)
+            made.enrol(site, *(["--relay"] if site in relays else []))
         for site in sites:
-            _accept_roster(folder / site)
-            _set_policy(folder / site / "site.toml", policy)
+            made.equip(site, policy)
             if started:
                 made.start_site(site)
         yield made
