@@ -51,7 +51,8 @@ def ask(
     else:
         connection = http.client.HTTPConnection(parts.netloc, timeout=REQUEST_SECONDS)
     try:
-        connection.request(method, parts.path or "/", body, dict(headers or {}))
+        path = parts._replace(scheme="", netloc="", fragment="").geturl() or "/"
+        connection.request(method, path, body, dict(headers or {}))
         response = connection.getresponse()
         answer = response.read(max_bytes + 1)
     except (OSError, http.client.HTTPException) as error:

@@ -97,6 +97,28 @@ class MonitorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlertSpec:
+    """A place that is told when a run stalls or fails, or when the host needs care.
+
+    Give one of `webhook`, `command` and `email`.
+
+    Attributes:
+        webhook: URL that gets `{"text": ...}` as JSON, as Slack, Mattermost and
+            Microsoft Teams take it.
+        command: A program and its arguments; it gets the text on standard input.
+        email: An address.
+        smtp: `HOST:PORT` of the mail server that takes the message.
+        sender: The address that it comes from; by default the same.
+    """
+
+    webhook: str = ""
+    command: tuple[str, ...] = ()
+    email: str = ""
+    smtp: str = "127.0.0.1:25"
+    sender: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatorFile:
     """The aggregator's configuration.
 
@@ -117,6 +139,7 @@ class AggregatorFile:
         platforms: Who vouches for machines that enrol by their cloud identity.
         queue: How many runs are at work at once, and whose turn it is.
         monitor: How the operator sees the runs.
+        alerts: Whom to tell what needs a person.
         disk_mib: Models of this many MiB or more, sums of updates and the server
             optimiser's state are in files of the run's folder, and pass through memory
             in pieces; 0 for none.
@@ -133,6 +156,7 @@ class AggregatorFile:
     platforms: PlatformsSpec = PlatformsSpec()
     queue: QueueSpec = QueueSpec()
     monitor: MonitorSpec = MonitorSpec()
+    alerts: tuple[AlertSpec, ...] = ()
     disk_mib: int = key(default=0, low=0)
 
 

@@ -1,4 +1,4 @@
-"""The aggregator's live page and metrics, as a process of their own.
+"""The aggregator's live page, metrics and alerts, as a process of their own.
 
 ``python -P -m crossfed.child deploy.aggregator_host.monitor_process CONFIG``. It reads
 files of runs and nothing else: whatever happens to it, no run notices, and the service
@@ -10,13 +10,20 @@ import os
 import signal
 import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deploy.aggregator_host import config as aggregator_file, host_secrets
 from deploy.aggregator_host.config import AggregatorConfig
 from federation.clock import SystemClock
 from federation.errors import FederationError
+from federation.protocols import Clock
 
+if TYPE_CHECKING:
+    from monitoring.web.run_metrics import RunsCollector
+
+LOOK_SECONDS = 2.0
 _PYTHON = [sys.executable, "-P", "-m", "crossfed.child"]
 
 
@@ -41,24 +48,50 @@ def address(config: AggregatorConfig) -> str:
 
 
 def serve(config: AggregatorConfig, stopped: threading.Event) -> None:
-    """Serve until ``stopped`` is set.
+    """Serve the page, and send alerts, until ``stopped`` is set.
 
     Raises:
         FederationError: The port is taken, or a token is open to others.
     """
     # The service imports this module, too, but serves nothing itself.
+    from deploy.aggregator_host import alert_delivery, host_facts  # noqa: PLC0415
+    from monitoring import alerts  # noqa: PLC0415
+    from monitoring.runs.find import find_runs  # noqa: PLC0415
+    from monitoring.web.run_metrics import RunsCollector  # noqa: PLC0415
+
+    clock = SystemClock()
+    collector = RunsCollector(lambda: find_runs(config.runs))
+    delivery = alert_delivery.AlertDelivery(
+        places=alert_delivery.places(config.file.alerts),
+        path=config.folder / "alerts.json",
+        clock=clock,
+        listener=print,
+    )
+    host = host_facts.Host(config, clock)
+    with _page(config, collector, clock):
+        while not stopped.wait(LOOK_SECONDS):
+            if not delivery.places:
+                continue
+            now = clock.now()
+            found = [*alerts.of_host(host.facts(), now)]
+            for name, run in collector.look().items():
+                found += alerts.of_run(name, run, now)
+            delivery.deliver(found)
+
+
+def _page(
+    config: AggregatorConfig, collector: "RunsCollector", clock: Clock
+) -> AbstractContextManager[object]:
     from deploy.aggregator_host import run_queue  # noqa: PLC0415
     from deploy.aggregator_host.run_list import shown  # noqa: PLC0415
     from deploy.web_server import serving  # noqa: PLC0415
-    from monitoring.runs.find import find_runs  # noqa: PLC0415
     from monitoring.web.app import live_app  # noqa: PLC0415
-    from monitoring.web.run_metrics import RunsCollector  # noqa: PLC0415
 
+    if not config.file.monitor.port:
+        return nullcontext()
     page, metrics = host_secrets.tokens(config.folder)
     pages = shown(config.runs, {"stop": run_queue.ask_to_stop})
-    clock = SystemClock()
-    collector = RunsCollector(lambda: find_runs(config.runs))
-    with serving(
+    return serving(
         lambda port: live_app(
             pages,
             token=page,
@@ -69,8 +102,7 @@ def serve(config: AggregatorConfig, stopped: threading.Event) -> None:
         ),
         config.file.monitor.port,
         clock=clock,
-    ):
-        stopped.wait()
+    )
 
 
 def main(arguments: list[str]) -> None:

@@ -22,6 +22,7 @@ from cloud_adapters.superlink.answer_limits import Limits, free_bytes
 from cloud_adapters.superlink.control import FlowerControl
 from deploy.aggregator_host import (
     admission,
+    alert_delivery,
     disk_reserve,
     enrolment_http,
     enrolment_nodes,
@@ -462,11 +463,14 @@ class AggregatorService:
         return [self._child("proxy", proxy.prepare(settings))]
 
     def _monitor(self) -> list[Child]:
-        if not self.config.file.monitor.port:
+        file = self.config.file
+        alert_delivery.places(file.alerts)  # Before it would fail again and again.
+        if file.monitor.port:
+            self.listener(
+                "serves the live page: crossfed aggregator page prints its address"
+            )
+        elif not file.alerts:
             return []
-        self.listener(
-            "serves the live page: crossfed aggregator page prints its address"
-        )
         command = monitor_process.command(self.config_path.resolve())
         return [self._child(MONITOR, command)]
 

@@ -5,7 +5,7 @@ of time series is bounded: the newest ``MAX_RUNS`` runs, each with ``MAX_SITES``
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +26,13 @@ from federation.events import (
     SiteFailed,
 )
 from monitoring.runs.run_folder import RunFolder
+from monitoring.terminal.progress import DECLINED
 from monitoring.views.round_view import RUNNING, accuracy_of, loss_of
 from monitoring.views.site_view import spent_by_site
 from monitoring.web.event_tail import EventTail
 
 MAX_RUNS, MAX_SITES = 20, 200
+WORSE_FACTOR = 1.5  # Of the best loss, for one that is much worse.
 OTHER_SITES = "other"  # The name that further sites share.
 
 
@@ -53,6 +55,12 @@ class RunNumbers:
         last_answer: When a site answered last, seconds since 1970.
         waited: Sum of the times between question and answer, by site, in seconds.
         epsilon: Largest epsilon that a site has reported.
+        recent_seconds: Durations of the last rounds.
+        is_between_rounds: Whether the newest round has ended.
+        silent: Rounds in a row that a site has missed.
+        best_loss: The lowest held-out loss so far.
+        worse: Evaluations in a row that are much worse than that.
+        is_not_finite: Whether the newest loss is NaN or infinite.
     """
 
     job: str = ""
@@ -67,6 +75,12 @@ class RunNumbers:
     last_answer: dict[str, float] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
     epsilon: dict[str, float] = field(default_factory=dict)
+    recent_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=5))
+    is_between_rounds: bool = True
+    silent: Counter[str] = field(default_factory=Counter)
+    best_loss: float = math.inf
+    worse: int = 0
+    is_not_finite: bool = False
     _named: set[str] = field(default_factory=set)
 
     def add(self, event: Event) -> None:
@@ -75,13 +89,19 @@ class RunNumbers:
             case SiteAnswered():
                 self._answer(event)
             case SiteFailed():
-                self.failures[self._name(event.site), event.kind.value] += 1
+                self._fail(event)
             case ModelEvaluated():
                 self._evaluate(event)
             case RoundFinished():
                 self._end_round(event)
             case _:
                 self._begin(event)
+
+    def _fail(self, event: SiteFailed) -> None:
+        site = self._name(event.site)
+        self.failures[site, event.kind.value] += 1
+        if event.kind not in DECLINED:
+            self.silent[site] += 1
 
     def _begin(self, event: Event) -> None:
         match event:
@@ -92,6 +112,7 @@ class RunNumbers:
             case RoundStarted():
                 self.values["round"] = event.round_index
                 self.values["round_started_timestamp_seconds"] = event.at
+                self.is_between_rounds = False
             case PrivacyPlanned():
                 caps = [site.epsilon_cap for site in event.sites]
                 self._set("epsilon_cap", max(caps, default=None))
@@ -99,15 +120,25 @@ class RunNumbers:
                 self.status = event.status
 
     def _evaluate(self, event: ModelEvaluated) -> None:
-        self._set("loss", loss_of(event.pooled))
+        loss = loss_of(event.pooled)
+        self._set("loss", loss)
+        if loss is not None:
+            self._judge(loss)
         self._set("accuracy", accuracy_of(event.pooled))
         self._count_bytes(sum(event.bytes_up), sum(event.bytes_down))
         for site, spent in spent_by_site(event):
             self._charge(site, spent.epsilon)
 
+    def _judge(self, loss: float) -> None:
+        self.is_not_finite = not math.isfinite(loss)
+        self.worse = self.worse + 1 if loss > WORSE_FACTOR * self.best_loss else 0
+        self.best_loss = min(loss, self.best_loss)
+
     def _end_round(self, event: RoundFinished) -> None:
         self.ended[event.status] += 1
         self.round_seconds += event.seconds
+        self.recent_seconds.append(event.seconds)
+        self.is_between_rounds = True
         self._count_bytes(event.bytes_up, event.bytes_down)
 
     def _answer(self, event: SiteAnswered) -> None:
@@ -116,6 +147,7 @@ class RunNumbers:
         took = event.answered_seconds - event.asked_seconds
         self.waited[site] = self.waited.get(site, 0.0) + took
         self.last_answer[site] = event.at
+        self.silent.pop(site, None)
         if event.spent is not None:
             self._charge(event.site, event.spent.epsilon)
 
@@ -266,9 +298,13 @@ class RunsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families of metrics; see ``prometheus_client``."""
-        with self._lock:
-            found = self._look()
+        found = self.look()
         yield from (family.of(found) for family in _FAMILIES)
+
+    def look(self) -> Mapping[str, RunNumbers]:
+        """The numbers of the newest runs, by name."""
+        with self._lock:
+            return self._look()
 
     def _look(self) -> dict[str, RunNumbers]:
         folders = {run.path: run for run in self._find()[-MAX_RUNS:]}

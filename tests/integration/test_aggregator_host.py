@@ -9,6 +9,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -219,3 +220,22 @@ def test_operator_has_a_page_and_metrics(host: Deployment):
     log_text = (host.folder / "aggregator.log").read_text()
     assert token not in log_text
     assert address.partition("token=")[2] not in log_text
+
+
+def test_failed_run_wakes_the_operator(host: Deployment):
+    """Within seconds, without a page, and only once."""
+    told, config = host.folder / "told", Path(host.config)
+    alerts = f'[[alerts]]\ncommand = ["/bin/sh", "-c", "cat >> {told}"]\n'
+    config.write_text(f"{config.read_text()}\n{alerts}")
+    run = host.folder / "aggregator" / "runs" / "job" / "20260101-000000-abcdef"
+    *events, last = event_samples.run(Script(rounds=3))
+    with EventWriter(run / "events.jsonl") as log:
+        for event in events:
+            log(event)
+        host.start_aggregator()
+        wait_for(lambda: _health(host) == 200, "the service is well")
+        log(replace(last, status="failed"))
+    wait_for(lambda: told.exists() and "failed" in told.read_text(), "the alert")
+    record = host.folder / "aggregator" / "alerts.json"
+    wait_for(record.exists, "a note of what was told")
+    assert told.read_text().count("failed") == 1

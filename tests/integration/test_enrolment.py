@@ -13,7 +13,7 @@ from support.enrolments import Federation
 from support.programs import needs
 from support.proxy_server import RunningProxy
 
-from deploy.aggregator_host import enrolment_http, enrolment_operator
+from deploy.aggregator_host import enrolment_http, enrolment_operator, host_facts
 from deploy.doctor import site as doctor_site
 from deploy.doctor.checks import Check
 from deploy.site_host import config as site_file, enrol as enrolment_site
@@ -145,6 +145,8 @@ def test_node_of_a_revoked_site_ends(host: Host):
     host.enroll(host.invite("site-n"))
     config = host.config("site-n")
     host.federation.revoke("site-n")
+    log = host.proxy.settings.work / "access.log"
+    facts = host_facts.Host(host.federation.config, SystemClock(), log=log)
     for certificate in (config.certificate, None):
         node = FlowerNode(
             app=ClientApp(),
@@ -156,6 +158,13 @@ def test_node_of_a_revoked_site_ends(host: Host):
         )
         with pytest.raises(SiteError, match="expired or revoked"):
             node.run()
+    # Whom the operator is told of: nginx writes when a request has ended.
+    proxy_server.wait_for(log.exists, "the log of nginx")
+    knocks: dict[str, int] = {}
+    while not knocks:
+        knocks = facts.facts().knocks
+    assert all(key.startswith("127.0.0.1 (") for key in knocks)
+    assert "site-n" in next(iter(knocks))
     broken = config.folder / "broken.pem"
     broken.write_bytes(b"none")
     with pytest.raises(JobError, match="certificate with its key"):

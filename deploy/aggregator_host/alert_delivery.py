@@ -1,0 +1,171 @@
+"""Tell a person what ``monitoring.alerts`` finds: each alert once, to each place.
+
+What was told is in ``alerts.json``, so that a restart does not tell it again. A place
+that cannot be reached is tried again for half an hour.
+"""
+
+import contextlib
+import json
+import smtplib
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from email.message import EmailMessage
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from cloud_adapters.net.short_requests import ask
+from deploy.aggregator_host.config import AlertSpec
+from federation.addresses import parse_address
+from federation.durable_files import replace_file
+from federation.errors import FederationError, JobError, StoreUnavailable
+from federation.protocols import Clock
+from monitoring.alerts import Alert
+
+SEND_SECONDS = 30.0
+RETRY_SECONDS, MAX_ATTEMPTS = 30.0, 7  # After 30 s, a minute, two and so on.
+# An alert whose cause has gone is told anew only after this long.
+QUIET_SECONDS = 3600.0
+_MAX_ANSWER = 1 << 16
+_OK = 300
+
+Send = Callable[[str], None]
+
+
+@dataclass(kw_only=True)
+class _Told:
+    """One alert at one place.
+
+    Attributes:
+        seen_at: When its cause was last there, seconds since 1970.
+        attempts: How often delivery has failed.
+        is_done: Whether it was delivered, or given up.
+        next_at: When to try again.
+    """
+
+    seen_at: float
+    attempts: int = 0
+    is_done: bool = False
+    next_at: float = 0.0
+
+
+@dataclass(kw_only=True)
+class AlertDelivery:
+    """Delivers alerts to all places of an operator.
+
+    Attributes:
+        places: How to send a text to each place, by a name without secrets.
+        path: ``alerts.json``.
+        clock: Tells time.
+        listener: Called with a word about a place that cannot be reached.
+    """
+
+    places: Mapping[str, Send]
+    path: Path
+    clock: Clock
+    listener: Callable[[str], None]
+    _told: dict[str, _Told] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Read what was told before."""
+        # A damaged file costs a second message, and no alert.
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found = dict(json.loads(self.path.read_bytes()))
+            self._told = {key: _Told(**told) for key, told in found.items()}
+
+    def deliver(self, alerts: Sequence[Alert]) -> None:
+        """Tell what has not been told; forget what has been over for a while."""
+        now, changed = self.clock.now(), False
+        for alert in alerts:
+            for place, send in self.places.items():
+                key = f"{place} {alert.key}"
+                told = self._told.setdefault(key, _Told(seen_at=now))
+                told.seen_at = now
+                if not told.is_done and now >= told.next_at:
+                    self._try(told, place, alert.text, send)
+                    changed = True
+        over = [k for k, t in self._told.items() if now > t.seen_at + QUIET_SECONDS]
+        for key in over:
+            del self._told[key]
+        if changed or over:
+            self._save()
+
+    def _try(self, told: _Told, place: str, text: str, send: Send) -> None:
+        try:
+            send(f"crossfed: {text}")
+        except (FederationError, OSError, subprocess.SubprocessError) as error:
+            told.attempts += 1
+            wait = RETRY_SECONDS * 2 ** (told.attempts - 1)
+            told.next_at = self.clock.now() + wait
+            told.is_done = told.attempts >= MAX_ATTEMPTS
+            if told.attempts == 1 or told.is_done:
+                goes_on = "it is given up" if told.is_done else "it is tried again"
+                self.listener(f"an alert did not reach {place}: {error}; {goes_on}")
+        else:
+            told.is_done = True
+
+    def _save(self) -> None:
+        record = {key: asdict(told) for key, told in self._told.items()}
+        try:
+            replace_file(self.path, [json.dumps(record).encode()])
+        except StoreUnavailable as error:
+            self.listener(f"cannot note which alerts were told: {error}")
+
+
+def places(specs: Sequence[AlertSpec]) -> Mapping[str, Send]:
+    """How to send a text to each place of a configuration.
+
+    Raises:
+        JobError: An entry of ``alerts`` names no place, or several.
+    """
+    return dict(_place(index, spec) for index, spec in enumerate(specs))
+
+
+def _place(index: int, spec: AlertSpec) -> tuple[str, Send]:
+    found = list(_ways(spec))
+    if len(found) != 1:
+        raise JobError("give one of webhook, command and email", key=f"alerts[{index}]")
+    return found[0]
+
+
+def _ways(spec: AlertSpec) -> Iterator[tuple[str, Send]]:
+    if spec.webhook:
+        # The rest of such an address is often a secret.
+        host = urlsplit(spec.webhook).hostname
+
+        def post(text: str) -> None:
+            answer = ask(
+                spec.webhook,
+                max_bytes=_MAX_ANSWER,
+                method="POST",
+                body=json.dumps({"text": text}).encode(),
+                headers={"content-type": "application/json"},
+            )
+            if answer.status >= _OK:
+                raise FederationError(f"it answers with status {answer.status}")
+
+        yield f"the webhook at {host}", post
+    if spec.command:
+
+        def run(text: str) -> None:
+            subprocess.run(  # noqa: S603 -- the operator's own command, no shell
+                spec.command,
+                input=text.encode(),
+                check=True,
+                timeout=SEND_SECONDS,
+                stdout=subprocess.DEVNULL,
+            )
+
+        yield f"the command {spec.command[0]}", run
+    if spec.email:
+
+        def mail(text: str) -> None:
+            message = EmailMessage()
+            message["subject"] = text.partition(". ")[0][:200]
+            message["from"], message["to"] = spec.sender or spec.email, spec.email
+            message.set_content(text)
+            host, port = parse_address(spec.smtp, key="smtp")
+            with smtplib.SMTP(host, port, timeout=SEND_SECONDS) as server:
+                server.send_message(message)
+
+        yield spec.email, mail

@@ -1,0 +1,156 @@
+"""What an operator wants to be woken by: pure functions of numbers and the time.
+
+An alert has a key. As long as its cause lasts it has the same key, and who delivers
+alerts tells each key once; when the cause has gone and comes back, once more.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from monitoring.units import format_duration, format_number
+from monitoring.views.round_view import RUNNING
+from monitoring.web.run_metrics import RunNumbers
+
+STALL_FACTOR, MIN_STALL_SECONDS = 3.0, 60.0
+SILENT_ROUNDS = 3  # In a row, without an answer.
+BUDGET_SHARES = (1.0, 0.8)  # The larger first: only one is told.
+WORSE_EVALUATIONS = 3  # In a row.
+EXPIRY_SECONDS = 3 * 86_400.0
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """Something that a person should know now.
+
+    Attributes:
+        key: What it is about; the same while it lasts.
+        text: What happened, where, and what to do.
+    """
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """What is known of the aggregator's host.
+
+    Attributes:
+        free_bytes: Free space of its disk.
+        reserve_bytes: Space below which it refuses answers.
+        expires: When each certificate ends, seconds since 1970, by whose it is.
+        knocks: Revoked certificates that somebody used since the last look, by address.
+    """
+
+    free_bytes: int
+    reserve_bytes: int
+    expires: Mapping[str, float]
+    knocks: Mapping[str, int]
+
+
+def of_run(name: str, run: RunNumbers, now: float) -> Iterator[Alert]:
+    """Yield the alerts of a run.
+
+    Args:
+        name: What commands call it.
+        run: Its numbers.
+        now: Seconds since 1970.
+    """
+    about = f"run {name} ({run.job})"
+    if run.status == "failed":
+        yield Alert(
+            key=f"{name}/failed",
+            text=f"{about} has failed. crossfed logs {name} says why; crossfed run JOB "
+            "--resume continues from its newest checkpoint.",
+        )
+    yield from _of_budget(name, about, run)
+    if run.status != RUNNING:
+        return
+    yield from _of_round(name, about, run, now)
+    for site, rounds in run.silent.items():
+        if rounds >= SILENT_ROUNDS:
+            yield Alert(
+                key=f"{name}/silent/{site}",
+                text=f"{about}: site {site} has missed {rounds} rounds in a row. See "
+                "whether crossfed aggregator sites shows it as connected; its log "
+                "says more.",
+            )
+    yield from _of_loss(name, about, run)
+
+
+def _of_round(name: str, about: str, run: RunNumbers, now: float) -> Iterator[Alert]:
+    began, usual = (
+        run.values.get("round_started_timestamp_seconds"),
+        max(run.recent_seconds, default=math.inf),
+    )
+    if began is None or run.is_between_rounds:
+        return
+    took = now - began
+    if took > max(MIN_STALL_SECONDS, STALL_FACTOR * usual):
+        index = int(run.values["round"])
+        yield Alert(
+            key=f"{name}/stalled/{index}",
+            text=f"{about}: round {index} goes on for {format_duration(took)}; "
+            f"the last ones took at most {format_duration(usual)}. crossfed watch "
+            f"{name} names the sites that it waits for.",
+        )
+
+
+def _of_budget(name: str, about: str, run: RunNumbers) -> Iterator[Alert]:
+    spent, cap = run.values.get("epsilon"), run.values.get("epsilon_cap")
+    if spent is None or not cap:
+        return
+    for share in BUDGET_SHARES:
+        if spent >= share * cap:
+            yield Alert(
+                key=f"{name}/epsilon/{share}",
+                text=f"{about} has spent epsilon {format_number(spent)} of "
+                f"{format_number(cap)} ({spent / cap:.0%}). When all is spent it ends "
+                "with the last model that the budget allows.",
+            )
+            return
+
+
+def _of_loss(name: str, about: str, run: RunNumbers) -> Iterator[Alert]:
+    if run.is_not_finite:
+        yield Alert(
+            key=f"{name}/loss/nan",
+            text=f"{about}: the held-out loss is not a finite number. Stop it with "
+            f"crossfed stop {name}, and lower the learning rate.",
+        )
+    elif run.worse >= WORSE_EVALUATIONS:
+        yield Alert(
+            key=f"{name}/loss/rising",
+            text=f"{about}: the held-out loss is "
+            f"{format_number(run.values['loss'])}, and its best was "
+            f"{format_number(run.best_loss)}. Look at its curve, and stop it with "
+            f"crossfed stop {name} if it diverges.",
+        )
+
+
+def of_host(facts: HostFacts, now: float) -> Iterator[Alert]:
+    """Yield the alerts of the aggregator's host."""
+    if facts.free_bytes < 2 * facts.reserve_bytes:
+        yield Alert(
+            key="host/disk",
+            text=f"the aggregator's disk has {facts.free_bytes // _MIB} MiB free, "
+            f"and refuses answers below {facts.reserve_bytes // _MIB} MiB. Free some "
+            "space, for example with crossfed checkpoints prune.",
+        )
+    for whose, ends in facts.expires.items():
+        if ends - now < EXPIRY_SECONDS:
+            left = format_duration(max(0.0, ends - now))
+            yield Alert(
+                key=f"host/certificate/{whose}/{ends:.0f}",
+                text=f"the certificate of {whose} ends in {left}. Agents renew theirs "
+                "while they run: see that this one does, or invite it again.",
+            )
+    for address, times in facts.knocks.items():
+        yield Alert(
+            key=f"host/revoked/{address}",
+            text=f"somebody at {address} used a revoked certificate {times} times. If "
+            "it is a site that you revoked, have its agent stopped; otherwise its key "
+            "is in foreign hands.",
+        )

@@ -1,0 +1,217 @@
+"""Alerts reach each place once, whatever fails."""
+
+import json
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from deploy.aggregator_host.alert_delivery import (
+    MAX_ATTEMPTS,
+    QUIET_SECONDS,
+    AlertDelivery,
+    places,
+)
+from deploy.aggregator_host.config import AlertSpec
+from federation.clock import VirtualClock
+from federation.errors import FederationError, JobError
+from monitoring.alerts import Alert
+
+STALLED = Alert(key="r/stalled/3", text="run r: round 3 goes on. See who.")
+
+
+class Phone:
+    """A place that can be off."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.is_off, self.calls = False, 0
+
+    def __call__(self, text: str) -> None:
+        self.calls += 1
+        if self.is_off:
+            raise FederationError("no signal")
+        self.texts.append(text)
+
+
+@pytest.fixture
+def phone() -> Phone:
+    return Phone()
+
+
+Make = Callable[[], AlertDelivery]
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock(1e9)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def make(tmp_path: Path, phone: Phone, clock: VirtualClock, said: list[str]) -> Make:
+    return lambda: AlertDelivery(
+        places={"the phone": phone},
+        path=tmp_path / "alerts.json",
+        clock=clock,
+        listener=said.append,
+    )
+
+
+def test_alert_is_told_once(make: Make, phone: Phone, clock: VirtualClock) -> None:
+    """Also by the next process; and again when it comes back after a while."""
+    delivery = make()
+    for _ in range(3):
+        delivery.deliver([STALLED])
+        clock.sleep(2)
+    make().deliver([STALLED])
+    assert phone.texts == [f"crossfed: {STALLED.text}"]
+    again = make()
+    clock.sleep(QUIET_SECONDS / 2)
+    again.deliver([])
+    again.deliver([STALLED])
+    assert len(phone.texts) == 1
+    clock.sleep(QUIET_SECONDS + 1)
+    again.deliver([])
+    again.deliver([STALLED])
+    assert len(phone.texts) == 2
+
+
+def test_place_that_is_down_is_tried_again(
+    make: Make, phone: Phone, clock: VirtualClock, said: list[str]
+) -> None:
+    """Less and less often, and the log says so once."""
+    delivery, phone.is_off = make(), True
+    delivery.deliver([STALLED])
+    delivery.deliver([STALLED])
+    assert phone.calls == 1
+    clock.sleep(31)
+    delivery.deliver([STALLED])
+    assert phone.calls == 2
+    phone.is_off = False
+    clock.sleep(61)
+    delivery.deliver([STALLED])
+    assert len(phone.texts) == 1
+    assert said == ["an alert did not reach the phone: no signal; it is tried again"]
+
+
+def test_place_that_stays_down_is_given_up(
+    make: Make, phone: Phone, clock: VirtualClock, said: list[str]
+) -> None:
+    delivery, phone.is_off = make(), True
+    for _ in range(2 * MAX_ATTEMPTS):
+        delivery.deliver([STALLED])
+        clock.sleep(3000)
+    assert phone.calls == MAX_ATTEMPTS
+    assert said[-1].endswith("it is given up")
+    assert len(said) == 2
+
+
+def test_damaged_record_costs_no_alert(
+    make: Make, phone: Phone, tmp_path: Path
+) -> None:
+    for text in (b"", b"[]", b'{"x": 3}', b'{"x": {"y": 1}}'):
+        (tmp_path / "alerts.json").write_bytes(text)
+        make().deliver([STALLED])
+    assert len(phone.texts) == 4
+
+
+class _HookServer(HTTPServer):
+    got: list[tuple[str, object]]
+    status = 200
+
+
+class _MailServer(socketserver.TCPServer):
+    got: list[str]
+
+
+class _Hook(BaseHTTPRequestHandler):
+    server: _HookServer
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.server.got.append((self.path, json.loads(body)))
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+class _Mail(socketserver.StreamRequestHandler):
+    server: _MailServer
+
+    def handle(self) -> None:
+        self.wfile.write(b"220 ready\r\n")
+        body = False
+        for line in self.rfile:
+            self.server.got.append(line.decode().strip())
+            if body and line != b".\r\n":
+                continue
+            body = line.upper() == b"DATA\r\n"
+            if line.upper() == b"QUIT\r\n":
+                self.wfile.write(b"221 bye\r\n")
+                return
+            self.wfile.write(b"354 go on\r\n" if body else b"250 fine\r\n")
+
+
+@contextmanager
+def _served(server: _HookServer | _MailServer) -> Iterator[str]:
+    server.got = []
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_webhook_gets_json() -> None:
+    """Its address, whose path is often a secret, is in no message."""
+    server = _HookServer(("127.0.0.1", 0), _Hook)
+    with _served(server) as place:
+        url = f"http://{place}/services/secret?code=1"
+        ((name, send),) = places([AlertSpec(webhook=url)]).items()
+        send("hello")
+        assert server.got == [("/services/secret?code=1", {"text": "hello"})]
+        assert "secret" not in name
+        server.status = 403
+        with pytest.raises(FederationError, match="403") as raised:
+            send("hello")
+        assert "secret" not in str(raised.value)
+
+
+def test_command_gets_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "told"
+    spec = AlertSpec(command=("/bin/sh", "-c", f"cat > {path}"))
+    ((_, send),) = places([spec]).items()
+    send("hello; $(touch /nowhere)")
+    assert path.read_text() == "hello; $(touch /nowhere)"
+
+
+def test_email_is_sent() -> None:
+    server = _MailServer(("127.0.0.1", 0), _Mail)
+    with _served(server) as place:
+        spec = AlertSpec(email="ops@example.org", smtp=place)
+        ((_, send),) = places([spec]).items()
+        send("crossfed: run r has failed. Look.")
+        assert "subject: crossfed: run r has failed" in server.got
+        assert server.got.count("") == 1  # Between head and text.
+
+
+@pytest.mark.parametrize(
+    "spec", [AlertSpec(), AlertSpec(email="a@example.org", webhook="https://b")]
+)
+def test_entry_of_no_place_or_of_two_is_refused(spec: AlertSpec) -> None:
+    with pytest.raises(JobError, match=r"alerts\[0\]"):
+        places([spec])

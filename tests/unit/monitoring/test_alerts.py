@@ -1,0 +1,131 @@
+"""Each cause of an alert, and that nothing else is one."""
+
+import math
+from collections.abc import Iterable
+
+import pytest
+from support import event_samples
+from support.event_samples import START, Script
+
+from federation.events import Event, ModelEvaluated, RoundStarted
+from federation.messages import FailureKind, MetricSums
+from monitoring import alerts
+from monitoring.alerts import HostFacts
+from monitoring.web.run_metrics import RunNumbers
+
+SITES = ("a", "b", "c")
+DAY = 86_400.0
+
+
+def _run(events: Iterable[Event]) -> RunNumbers:
+    found = RunNumbers()
+    for event in events:
+        found.add(event)
+    return found
+
+
+def _keys(run: RunNumbers, now: float) -> set[str]:
+    return {alert.key for alert in alerts.of_run("r", run, now)}
+
+
+def _going(**script: object) -> list[Event]:
+    """The events of a run up to its last one."""
+    events = event_samples.run(Script(sites=SITES, **script))  # type: ignore[arg-type]
+    return events[:-1]
+
+
+def test_run_that_goes_well_alarms_nobody() -> None:
+    events = event_samples.run(Script(sites=SITES, rounds=8))
+    run = RunNumbers()
+    for event in events:
+        run.add(event)
+        assert _keys(run, event.at) == set()
+    assert _keys(run, events[-1].at + DAY) == set()
+
+
+def test_round_that_goes_on_for_long() -> None:
+    """Measured by the rounds before it, and not between rounds."""
+    events = _going(rounds=8)
+    last = max(at for at, e in enumerate(events) if isinstance(e, RoundStarted))
+    began, index = events[last].at, events[last].round_index  # type: ignore[union-attr]
+    run = _run(events[: last + 1])
+    slowest = max(alerts.MIN_STALL_SECONDS, 3 * max(run.recent_seconds))
+    assert _keys(run, began + slowest - 1) == set()
+    assert _keys(run, began + slowest + 1) == {f"r/stalled/{index}"}
+    between = _run(events)
+    assert between.is_between_rounds
+    assert _keys(between, began + DAY) == set()
+
+
+@pytest.mark.parametrize("kind", [FailureKind.DEADLINE, FailureKind.BUDGET])
+def test_site_that_misses_rounds_in_a_row(kind: FailureKind) -> None:
+    """One whose budget is spent declines, as it has promised."""
+    failures = tuple((index, "b", kind) for index in (2, 4, 5, 6))
+    events = _going(rounds=7, failures=failures)
+    run = RunNumbers()
+    seen = set()
+    for event in events:
+        run.add(event)
+        seen |= _keys(run, event.at)
+    is_failure = kind is FailureKind.DEADLINE
+    assert seen == ({"r/silent/b"} if is_failure else set())
+    assert _keys(run, events[-1].at) == set()  # It is back in the last round.
+
+
+@pytest.mark.parametrize(("share", "key"), [(0.79, None), (0.81, "0.8"), (1.0, "1.0")])
+def test_budget(share: float, key: str | None) -> None:
+    run = _run(_going(epsilon_cap=8.0))
+    run.values["epsilon"] = share * 8.0
+    expected = set() if key is None else {f"r/epsilon/{key}"}
+    assert _keys(run, START) == expected
+
+
+def _evaluated(loss: float) -> ModelEvaluated:
+    return ModelEvaluated(
+        at=START,
+        round_index=1,
+        pooled=MetricSums(count=10, loss_sum=10 * loss, metrics={}),
+        sites=SITES,
+        by_site=(),
+        bytes_down=(),
+        bytes_up=(),
+    )
+
+
+def test_loss_that_rises_or_is_no_number() -> None:
+    """One bad evaluation is noise; three in a row are not."""
+    run = _run([*_going(rounds=2), _evaluated(1.0)])
+    run.best_loss = 1.0
+    seen = []
+    for loss in (1.6, 1.4, 1.6, 1.6, 1.6, 1.0, math.nan, 1.0):
+        run.add(_evaluated(loss))
+        seen.append(_keys(run, START))
+    rising, nan = {"r/loss/rising"}, {"r/loss/nan"}
+    assert seen == [set()] * 4 + [rising, set(), nan, set()]
+
+
+def test_failed_run() -> None:
+    run = _run(_going())
+    run.status = "failed"
+    (alert,) = alerts.of_run("r", run, START)
+    assert alert.key == "r/failed"
+    assert "crossfed logs r" in alert.text
+
+
+def test_host() -> None:
+    """Little room, certificates that end, and keys in foreign hands."""
+    well = HostFacts(
+        free_bytes=1 << 40, reserve_bytes=1 << 28, expires={"a": 4 * DAY}, knocks={}
+    )
+    assert not list(alerts.of_host(well, 0.0))
+    ill = HostFacts(
+        free_bytes=1 << 28,
+        reserve_bytes=1 << 28,
+        expires={"site a": 2 * DAY, "site b": 9 * DAY},
+        knocks={"10.0.0.1 (CN=site-n)": 4},
+    )
+    found = {alert.key: alert.text for alert in alerts.of_host(ill, 0.0)}
+    assert len(found) == 3
+    assert "256 MiB free" in found["host/disk"]
+    assert "4 times" in found["host/revoked/10.0.0.1 (CN=site-n)"]
+    assert len([key for key in found if key.startswith("host/certificate/site a")]) == 1
