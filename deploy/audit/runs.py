@@ -274,7 +274,8 @@ class CanaryRun:
         _, without_noise = test(curve_tests.scores_without_noise(is_in_m, events))
         # What a site keeps of its steps carries noise over to later rounds, which is
         # post-processing.
-        is_kept = self._federation.job.training.optimizer.state == "keep"
+        training = self._federation.job.training
+        is_kept = training.optimizer.state == "keep" or training.overlap_steps > 0
         products_o = self._scores[name].products_m[~is_in_m]
         return CurveFindings(
             guesses=guesses,

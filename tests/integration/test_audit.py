@@ -270,10 +270,16 @@ def test_steps_as_they_should_be_are_not_called_broken(seed: int):
     assert min(site.curve.repeated_noise, site.curve.sampling) > 0.01
 
 
-def test_momentum_that_a_site_keeps_is_no_repeated_noise():
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.9, "state": "keep"}},
+        {"local_steps": 2, "overlap_steps": 1},
+    ],
+)
+def test_what_a_site_keeps_is_no_repeated_noise(training: dict[str, Any]):
     """It carries noise over into later rounds, which is post-processing."""
-    momentum = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "state": "keep"}
-    job = replace(private_job(2.0, optimizer=momentum), rounds=4)
+    job = replace(private_job(2.0, num_sites=2, **training), rounds=4)
     assert audited(job, canaries=1000).broken == []
 
 
