@@ -42,6 +42,8 @@ BUFFERED_SUMS = Method(
     excludes={
         "without secure aggregation each update counts alone: set "
         "privacy.secure_aggregation.enabled": Thing.OPEN_UPDATES,
+        "sites of one group may all have a small rank, and the rest would be of few "
+        "sites": Thing.FEWER_RANKS,
         "groups that are drawn have one round together": Thing.GROUPS,
         "a buffer adds up sums with different steps of the levels": Thing.LEVELS,
         "the sites of a group wait for its slowest, and steps are shared out among all "

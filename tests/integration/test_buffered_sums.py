@@ -13,7 +13,7 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from aggregator import buffered_sums
-from federation.errors import QuorumNotMet
+from federation.errors import JobError, QuorumNotMet
 from federation.events import (
     Event,
     ModelEvaluated,
@@ -210,6 +210,16 @@ def test_each_site_is_charged_for_what_it_begins():
     for site, spent in newest.items():
         assert spent.anchor.train == counts[site]
     assert newest["site-3"].epsilon < newest["site-0"].epsilon <= 8.0
+
+
+@pytest.mark.parametrize(
+    "training", [{"control_variates": True}, {"dynamic_alpha": 0.1}]
+)
+def test_methods_that_need_all_sites_are_refused(training: dict[str, Any]):
+    """The threshold of its secure sums is all sites, and yet no model is of all."""
+    step = {"aggregation": {"server_optimizer": {"name": "running_sum"}}}
+    with pytest.raises(JobError, match="all sites"):
+        small_job(**tables(BUFFERED, {"training": training}, step))
 
 
 def test_site_joins_no_group_but_the_one_that_its_job_names(
