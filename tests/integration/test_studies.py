@@ -180,3 +180,14 @@ def test_study_of_unequal_sites_compares_equal_work():
     assert {int(row[6]) for row in cells[:5]} == {2 * 4 * study["STEPS"]}
     times = {row[1]: float(row[2]) for row in cells}
     assert times["capacity"] < times["static"] == 1.0
+
+
+def test_study_of_buffers_shows_that_groups_by_speed_take_less_time(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.syspath_prepend(REPOSITORY / "studies")
+    study = runpy.run_path(str(REPOSITORY / "studies" / "buffers.py"))
+    lines = list(study["grouped_rows"](rounds=2, seeds=1))
+    cells = [line.strip("| ").split(" | ") for line in lines[2:]]
+    times = {row[0]: float(row[1]) for row in cells}
+    assert times["buffered, groups by speed"] < times["static"] == 1.0
