@@ -626,8 +626,8 @@ _Action = CoordinatorStart | FolderInUse | Requeue | GiveUp
 def _next(
     one: QueuedRun, flower: Mapping[int, FlowerRun], turns: Collection[str] | None
 ) -> _Action | None:
-    if one.stop and not one.run.exists():
-        # It waits in the queue or for sites, and checks for a stop only in rounds.
+    if one.stop and (one.coordinator is None or not one.run.exists()):
+        # It waits for its turn or for sites, and checks for a stop only in rounds.
         return _withdraw(one, flower)
     if one.works(flower):
         return None
@@ -662,7 +662,8 @@ def _withdraw(one: QueuedRun, flower: Mapping[int, FlowerRun]) -> GiveUp:
     at_work = None
     if one.coordinator is not None and one.works(flower):
         at_work = int(one.coordinator.flower_run)
-    reason = "stopped before it started"
+    begun = one.run.exists()
+    reason = "stopped while it waited" if begun else "stopped before it started"
     return GiveUp(handed=one, code=STOPPED, reason=reason, at_work=at_work)
 
 

@@ -452,10 +452,7 @@ class SiteAgent:
             self.config = site_file.read_again(self.config)
         config = self.config if before is None else before.config
         self._make_room(run_id)
-        reserved = self._reserved(config)
-        pool, data = self._loaded(
-            job, proposal, roster, config, reserved, is_new=is_new
-        )
+        pool, data = self._loaded(job, proposal, roster, config, is_new=is_new)
         if roster != self.roster:
             self.listener(f"roster {roster.serial} is in use from run {run_id} on")
             self.roster = roster
@@ -477,7 +474,6 @@ class SiteAgent:
             config=config,
             roster=roster,
             anchor=proposal.anchor_of(self.name),
-            reserved=reserved,
         )
 
     def _loaded(
@@ -486,7 +482,6 @@ class SiteAgent:
         proposal: Proposal,
         roster: Roster,
         config: SiteConfig,
-        reserved: tuple[Reservation, ...],
         *,
         is_new: bool,
     ) -> tuple[ModelPool, SiteData]:
@@ -530,6 +525,7 @@ class SiteAgent:
             faults.is_unseen = is_private
             faults.check()
         if is_new and is_private:
+            reserved = self._reserved(config)
             note_limits(faults, RunId(proposal.run_id), data[0], config, reserved)
         faults.check()
         return pools[0], data[0]
@@ -563,6 +559,8 @@ class SiteAgent:
             FederationError: The site does not or cannot take part.
         """
         self._close_run(met.run_id)
+        # Others may have begun while this one waited for what sites need.
+        met = replace(met, reserved=self._reserved(met.config))
         with ExitStack() as stack:
             try:
                 run = open_run(

@@ -1,6 +1,9 @@
 """Several runs at once at the same sites, by priority and owner, in real processes."""
 
 import json
+import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -241,3 +244,31 @@ def test_an_owner_elsewhere_has_its_own_runs(
         told |= {crossfed("stop", name, *at, code=1).stderr}
     assert len(told) == 1
     assert "unknown or revoked" in told.pop()
+
+
+@pytest.mark.long
+def test_a_coordinator_that_stands_still_frees_its_sites_within_a_deadline(
+    federation: Deployment, tmp_path: Path
+):
+    """It goes on when it may, from its checkpoint."""
+    lengths = ((1, 40), (2, 4000), (3, 40))
+    paths = [job(tmp_path, f"still{n}", seed=n, rounds=r) for n, r in lengths]
+    short = ["--set", "schedule.round_deadline_seconds=6.0"]
+    still = submit(federation, paths[0], *short)
+    wait_for(lambda: len(rounds(still)) > 1, "it works")
+    (frozen,) = federation.children("coordinator_process")
+    other, waits = (submit(federation, path, *short) for path in paths[1:])
+    wait_for(lambda: len(rounds(other)) > 1, "the other works")
+    assert not rounds(waits)
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        stood = time.time()
+        wait_for(lambda: bool(rounds(waits)), "the third works")
+        assert not (other / "outcome.json").exists()
+        assert time.time() - stood < 6.0 + 30.0 + 30.0  # Deadline, margin, its start.
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    finished(still, waits)
+    assert len(rounds(still)) >= 40
+    crossfed("stop", other.name, "--aggregator", federation.config)
+    wait_for((other / "outcome.json").exists, "the other is stopped")

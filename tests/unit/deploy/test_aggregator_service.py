@@ -8,6 +8,7 @@ import pytest
 from support.small_jobs import small_job
 
 from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.flower.facts import FlowerRun
 from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile
 from deploy.aggregator_host.run_queue import Outcome
@@ -130,3 +131,92 @@ def test_the_log_says_how_a_run_ended(tmp_path: Path):
     for _ in range(2):
         service._schedule(control)
     assert told == ["run now is started", "run now failed: east refuses"]
+
+
+def test_a_coordinator_that_hangs_is_ended_and_its_sites_are_free(tmp_path: Path):
+    """The next run begins once Flower has ended it, although it holds its lock."""
+    told, ended = list[str](), list[int]()
+    clock = VirtualClock(1000.0)
+    service = AggregatorService(
+        config=AggregatorConfig(
+            file=AggregatorFile(listen="h:1", hosts=("h",), connect_seconds=20.0),
+            folder=tmp_path,
+        ),
+        config_path=tmp_path,
+        clock=clock,
+        listener=told.append,
+    )
+    hung, waits = (RunFolder(tmp_path / "runs" / "a" / n) for n in ("hung", "waits"))
+    for at, each in enumerate((hung, waits)):
+        run_queue.submit(small_job(), each, at=float(at))
+
+    class Working(Answering):
+        """Runs what it has started, until it is told otherwise."""
+
+        def runs(self) -> dict[int, Any]:
+            return {7: FlowerRun(is_over=7 in ended, status="")}
+
+        def stop(self, number: int) -> None:
+            ended.append(number)
+
+    control: Any = Working()
+    service._schedule(control)
+    with hung.locked("7"):
+        clock.sleep(49.0)
+        service._schedule(control)
+        assert not ended
+        clock.sleep(2.0)
+        service._schedule(control)
+        assert ended == [7]
+        service._schedule(control)
+    assert (waits.path / run_queue.COORDINATOR).exists()
+    (line,) = [line for line in told if "its sites are free" in line]
+    assert "run hung" in line
+
+
+def test_a_run_makes_way_for_one_of_higher_priority(tmp_path: Path):
+    """It is asked once, and waits for its turn when its coordinator has ended."""
+    told, over = list[str](), set[int]()
+    service = AggregatorService(
+        config=AggregatorConfig(
+            file=AggregatorFile(listen="h:1", hosts=("h",)), folder=tmp_path
+        ),
+        config_path=tmp_path,
+        clock=VirtualClock(1000.0),
+        listener=told.append,
+    )
+    low, high = (RunFolder(tmp_path / "runs" / "a" / name) for name in ("low", "high"))
+    run_queue.submit(small_job(), low, at=0.0)
+
+    class Working(Answering):
+        """Gives each coordinator the next number."""
+
+        count = 0
+
+        def runs(self) -> dict[int, Any]:
+            numbers = range(1, self.count + 1)
+            return {n: FlowerRun(is_over=n in over, status="") for n in numbers}
+
+        def start(self, settings: dict[str, str]) -> int:  # noqa: ARG002
+            self.count += 1
+            return self.count
+
+    control: Any = Working()
+    service._schedule(control)
+    run_queue.submit(small_job(), high, at=5.0, priority=1)
+    for _ in range(2):
+        service._schedule(control)
+    assert (low.path / run_queue.YIELD).exists()
+    over.add(1)
+    for _ in range(2):
+        service._schedule(control)
+    assert told == [
+        "run low is started",
+        "run low makes way after its round",
+        "run low waits for its next turn",
+        "run high is started",
+    ]
+    run_queue.leave_outcome(high, Outcome(code=0, message="completed"))
+    over.add(2)
+    service._schedule(control)
+    assert told[-1] == "run low is started"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import agents
-from support.agents import RUN_ID, Consortium, consortium
+from support.agents import OPEN_POLICY, RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
 from deploy.aggregator_host.handshake import SignedHandshake
@@ -19,6 +19,7 @@ from deploy.site_host.agent import SiteAgent
 from federation.errors import ProtocolError
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
+from privacy.dp import accountant
 from privacy.membership import introduction
 from privacy.membership.introduction import Introduction, Statements
 from privacy.secagg.agreement.identity import Label, generate
@@ -410,3 +411,45 @@ def test_noise_that_the_job_sets_is_not_restated(meeting: Meeting):
     assert "'site-0' states that it needs" in refused
     assert "the job sets 2 for all" in refused
     assert meeting.tell(meeting.signed) == ""
+
+
+def test_runs_that_state_what_they_need_together_count_each_other(tmp_path: Path):
+    """The plan of the other exists only once its statements have come, too."""
+    members = consortium(*NAMES)
+    runs = (RUN_ID, OTHER_RUN)
+
+    def refused(epsilon: float) -> tuple[list[str], SiteAgent]:
+        policy = {**OPEN_POLICY, "total_epsilon": epsilon}
+        folder = tmp_path / f"{epsilon:g}"
+        sites = {
+            name: agents.agent(folder, name, members, policy=policy, max_runs=2)
+            for name in NAMES
+        }
+        questions = {run: handshake(members, run).question for run in runs}
+        signed = {
+            run: {
+                SiteId(name): site.introduce(question) for name, site in sites.items()
+            }
+            for run, question in questions.items()
+        }
+        found = []
+        for run in runs:
+            sealed = introduction.seal_statements(run, signed[run], members.aggregator)
+            answer = sites[SITE].introduce(sealed)
+            told = introduction.open_introduction(answer, members.roster, sealed)
+            found.append(told.refused)
+        for name in NAMES:
+            if name != SITE:
+                sites[name].close()
+        return found, sites[SITE]
+
+    told, site = refused(1000.0)
+    assert told == ["", ""]
+    plans = [run.reservation for run in site._runs.values()]  # type: ignore[union-attr]
+    site.close()
+    first, second = (plan for plan in plans if plan is not None)
+    both = accountant.epsilon([*first.planned, *second.planned], first.delta)
+    told, site = refused(0.99 * both)
+    site.close()
+    assert told[0] == ""
+    assert "policy.total_epsilon" in told[1]

@@ -13,7 +13,13 @@ from cloud_adapters.flower.facts import Connected, FlowerRun
 from deploy.aggregator_host import admission, owners, run_queue
 from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile, QueueSpec
 from deploy.aggregator_host.owners import Owner, Usage
-from deploy.aggregator_host.run_queue import Outcome, QueuedRun, Requeue, TurnOver
+from deploy.aggregator_host.run_queue import (
+    GiveUp,
+    Outcome,
+    QueuedRun,
+    Requeue,
+    TurnOver,
+)
 from federation.errors import CorruptObject, JobError
 from federation.event_log import to_line
 from federation.events import RoundFinished, RunFinished, RunStarted
@@ -92,7 +98,9 @@ def test_a_person_who_stops_a_run_that_makes_way_is_heard(tmp_path: Path):
     run_queue.ask_to_stop(run)
     assert run_queue.is_to_stop(run)
     run_queue.requeue(queued(run), at=170.0)
-    assert queued(run).stop
+    (action,) = run_queue.decide([queued(run)], {7: OVER}, set())  # Not its turn.
+    assert isinstance(action, GiveUp)
+    assert (action.code, action.reason) == (130, "stopped while it waited")
 
 
 def test_time_without_a_coordinator_is_not_used(tmp_path: Path):
