@@ -19,7 +19,7 @@ from federation.rounds.local_work import allocated
 from privacy.dp import accountant
 from privacy.dp.events import PrivacyEvent
 
-SITE, RECORDS, TARGET, DELTA = SiteId("site-0"), 448, 3.0, 1e-5
+SITE, RECORDS, PERSONS, TARGET, DELTA = SiteId("site-0"), 448, 64, 3.0, 1e-5
 ROUNDS, EACH, MOST = 4, 3, 9
 AUTO = {"local_work": "auto", "max_local_steps": MOST}
 CAPACITY = {"allocation": "capacity", "max_local_steps": MOST}
@@ -32,15 +32,21 @@ def job_of(
 ) -> JobSpec:
     table = {"unit": "record", "target_epsilon": TARGET, "delta": DELTA, **private}
     secure = {"enabled": table["unit"] in {"joint", "site"}}
-    by_person = table["unit"] == "person"
+    data: dict[str, Any] = {
+        "source": "support.small_jobs:blobs",
+        "options": {"num_train": num_train},
+        "partition": {"kind": "iid"},
+    }
+    if table["unit"] == "person":
+        data = {
+            "source": "support.small_jobs:visits",
+            "options": {"num_persons": PERSONS},
+            "partition": {"kind": "by_person"},
+        }
     return small_job(
         rounds=ROUNDS,
         num_sites=1,
-        data={
-            "source": "support.small_jobs:blobs",
-            "options": {"num_train": num_train},
-            "partition": {"kind": "by_person" if by_person else "iid"},
-        },
+        data=data,
         training={"local_steps": 1 if table["unit"] == "joint" else EACH}
         | {"batch_size": 8, "optimizer": {"lr": 0.1}},
         aggregation={"weights": "uniform"},
@@ -92,6 +98,19 @@ def test_noise_is_planned_for_all_steps_that_a_run_may_take():
         assert told == bool(schedule)
         bounds = promise_bounds(job_of(schedule), promise)
         assert bounds["steps_per_round"] == (1, most)
+
+
+@each_schedule
+def test_persons_are_charged_for_the_steps_that_are_taken(schedule: dict[str, Any]):
+    """Each of which draws persons at the rate of the event."""
+    job = job_of(schedule, unit="person")
+    with sites_of(job) as sites:
+        trainer, start = sites.trainer(SITE), sites.federation.pool.initial_weights()
+        trainer.pay(round_index=1, trains=True, evaluations=0, steps=5)
+        result = trainer.fit(*start, round_index=1, steps=allocated(job, 1, 5))
+        assert result.num_steps == 5
+        (charge,) = sites._ledgers[SITE].charges()
+        assert (charge.event.steps, charge.event.sampling_rate) == (5, 8 / PERSONS)
 
 
 @each_schedule
