@@ -20,7 +20,8 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
-from unequal_sites.study import ALIKE, BASE, BATCH, STEPS, UNLIKE, Case, job_of, outcome
+import virtual_runs
+from unequal_sites.study import ALIKE, BATCH, STEPS, UNLIKE, Case, job_of
 
 from deploy.wiring.simulation import simulate
 from federation.events import Event, ModelEvaluated, RunFinished, SiteAnswered
@@ -28,6 +29,7 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 
 SPEEDS = (1, 1, 2, 4)
+BASE = 400.0  # Examples per second of the slowest site.
 BUFFER: dict[str, Any] = {"mode": "buffered", "buffer_size": 1}
 NESTEROV: dict[str, Any] = {"name": "nesterov", "momentum": 0.9}
 SITES = [f"site-{i}" for i in range(6)]
@@ -88,15 +90,15 @@ def loss(
     rounds: int,
 ) -> float:
     """Run one job of four sites; the loss of its last model."""
-    case = Case(SPEEDS, alpha, leaves=False)
+    case = Case(SPEEDS, alpha)
     job = changed(
-        job_of("static", case, rounds=rounds, seed=seed),
+        job_of("static", case, rounds=rounds, seed=seed, base=BASE),
         rounds=rounds * len(SPEEDS) // schedule.get("buffer_size", len(SPEEDS)),
         schedule=schedule,
         training={"optimizer": {"name": "sgd", "lr": rates[0]}},
         aggregation={"server_optimizer": step | {"lr": rates[1]}},
     )
-    return outcome(job).loss
+    return virtual_runs.run(job).loss
 
 
 def spread(of_seed: Callable[[int], float], seeds: int) -> str:
@@ -126,9 +128,9 @@ def grouped(
 ) -> tuple[float, float, float]:
     """Run one job of secure sums: its seconds, the share of training, the loss."""
     speeds = (1, 1, 1, 4, 4, 4)
-    case = Case(speeds, ALIKE, leaves=False)
+    case = Case(speeds, ALIKE)
     job = changed(
-        job_of("static", case, rounds=rounds, seed=seed),
+        job_of("static", case, rounds=rounds, seed=seed, base=BASE),
         rounds=rounds * (2 if "groups" in schedule else 1),
         schedule=schedule,
         privacy={"secure_aggregation": {"enabled": True}},

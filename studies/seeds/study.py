@@ -174,8 +174,11 @@ def write(rows: Sequence[Result], to: Path) -> None:
     }
     thin["utilisation"] = report.with_dense(thin)
     many = results.finished(HERE.parent / "unequal_sites" / "measured.jsonl")
-    most = max((row.get("sites", 0) for row in many.values()), default=0)
-    found = list(verdicts.verdicts(verdicts.Rows(rows), thin, most))
+    most: dict[str, int] = {}
+    for row in many.values():
+        if row["part"] == "sites":
+            most[row["way"]] = max(row["sites"], most.get(row["way"], 0))
+    found = list(verdicts.verdicts(verdicts.Rows(rows), thin, min(most.values())))
     for folder in (PAGE.parent, IMAGES):
         (to / folder).mkdir(parents=True, exist_ok=True)
     (to / PAGE).write_text(page(found))

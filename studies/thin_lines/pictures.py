@@ -124,6 +124,7 @@ def bars(groups: Mapping[str, Mapping[str, float]], label: str) -> str:
             axes.barh(places, lengths, height, color=_COLOURS[number], label=group)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
+        axes.set_axisbelow(True)
         axes.set_xlabel(label)
 
     return _one(draw)

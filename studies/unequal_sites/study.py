@@ -1,27 +1,41 @@
-"""Four sites of different speed: time and loss of five ways to schedule them.
+"""Sites of different speed: time and loss of the ways to schedule them.
 
-In virtual time, with real training of a linear model on handwritten digits. Every way
-takes the same number of local steps in all, so that final losses can be compared::
+In virtual time, with real training of a linear model on handwritten digits. All ways of
+a case take the same number of local steps, so that final losses can be compared::
 
-    python studies/unequal_sites/study.py             # the table of the page, 5 seeds
-    python studies/unequal_sites/study.py --seeds 1 --rounds 6   # a quick look
+    python studies/unequal_sites/study.py             # all of it, 5 seeds
+    python studies/unequal_sites/study.py --parts ways --seeds 1 --rounds 6
+    python studies/unequal_sites/study.py --table     # runs nothing
 
-Prints a table in Markdown: medians over seeds, and the range of final losses.
+``ways``: four sites, six ways, with data alike and unlike, one that comes and goes, and
+one that stalls. ``sites``: rounds of 2 to 10,000 sites whose speeds are drawn.
+
+Rows are JSON lines in `studies/unequal_sites/measured.jsonl` or `--out`; rows in it are
+not run again. Prints tables in Markdown: medians over seeds, and the range of final
+losses; and draws `docs/images/unequal-sites.svg` and `more-sites.svg` below `--to`.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from deploy.wiring.simulation import simulate
-from federation.events import Event, ModelEvaluated, RunFinished, SiteAnswered
-from federation.job import job_file
-from federation.job.spec import JobSpec
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "thin_lines")]
 
-STEPS, BATCH, BASE = 24, 16, 400.0  # BASE: examples per second of the slowest site.
+import pictures  # noqa: E402 -- of the study of thin lines
+import results  # noqa: E402
+import virtual_runs  # noqa: E402 -- beside this folder
+from results import Result, table_line  # noqa: E402
+
+from federation.job import job_file  # noqa: E402
+from federation.job.spec import JobSpec  # noqa: E402
+
+STEPS, BATCH, BASE = 24, 16, 40.0  # BASE: examples per second of the slowest site.
 SPEEDS: Mapping[str, Sequence[float]] = {
     "1:1:1:1": (1, 1, 1, 1),
     "1:1:2:4": (1, 1, 2, 4),
@@ -30,35 +44,24 @@ SPEEDS: Mapping[str, Sequence[float]] = {
 ALIKE, UNLIKE = 100.0, 0.3  # Of the Dirichlet distribution of classes over sites.
 # A site is away for a fifth of the time, for two slow rounds on average.
 AWAY = {"away_share": 0.2, "away_seconds": 2 * STEPS * BATCH / BASE}
+# A site stops for a minute in every tenth of its rounds, and then answers.
+STALLS = {"kind": "hang", "seconds": 60.0, "probability": 0.1}
+_GRACE = {"minimum_sites": 3, "grace": 0.25}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "static": {},
-    "static, grace": {"schedule": {"minimum_sites": 3, "grace": 0.25}},
-    "capacity": {"schedule": {"allocation": "capacity"}},
-    "capacity, grace": {
-        "schedule": {"allocation": "capacity", "minimum_sites": 3, "grace": 0.25}
-    },
-    "buffered, 2 updates": {"schedule": {"mode": "buffered", "buffer_size": 2}},
+    "static, grace": _GRACE,
+    "capacity": {"allocation": "capacity"},
+    "capacity, grace": {"allocation": "capacity", **_GRACE},
+    "buffered, 2 updates": {"mode": "buffered", "buffer_size": 2},
     "buffered, capacity": {
-        "schedule": {"mode": "buffered", "buffer_size": 2, "allocation": "capacity"}
+        "mode": "buffered",
+        "buffer_size": 2,
+        "allocation": "capacity",
     },
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one run led to.
-
-    Attributes:
-        seconds: Virtual time of the run.
-        loss: Of the last model on all held-out data, in nats.
-        steps: Local steps of updates that counted.
-        busy: Share of the time that sites trained, on average.
-    """
-
-    seconds: float
-    loss: float
-    steps: int
-    busy: float
+# 19 of 20 sites are within this factor of the median speed.
+SPREAD, MANY = 4.0, (2, 4, 10, 30, 100, 300, 1_000, 10_000)
+_FEW_STEPS, _FEW_ROUNDS, _SETTLED = 4, 3, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,112 +71,245 @@ class Case:
     Attributes:
         speeds: Of the sites, relative to the slowest.
         alpha: How alike their data are.
-        leaves: Whether one site comes and goes.
+        trouble: ``leaves`` if one site comes and goes, ``stalls`` if one stops for a
+            minute now and then.
     """
 
     speeds: Sequence[float]
-    alpha: float
-    leaves: bool
+    alpha: float = ALIKE
+    trouble: str = ""
 
 
-def job_of(way: str, case: Case, *, rounds: int, seed: int) -> JobSpec:
+CASES: Mapping[str, Case] = {
+    "1:1:1:1": Case(SPEEDS["1:1:1:1"]),
+    **{
+        f"{speeds}{text}": Case(SPEEDS[speeds], alpha, trouble)
+        for speeds in ("1:1:2:4", "1:2:4:8")
+        for text, alpha, trouble in (
+            ("", ALIKE, ""),
+            (", unlike data", UNLIKE, ""),
+            (", one comes and goes", ALIKE, "leaves"),
+            (", one stalls", ALIKE, "stalls"),
+        )
+        if speeds == "1:1:2:4" or not text
+    },
+}
+
+
+def job_of(
+    way: str, case: Case, *, rounds: int, seed: int, base: float = BASE
+) -> JobSpec:
     """Describe one run; ``rounds`` is for updates of all sites."""
     sites = [f"site-{index}" for index in range(len(case.speeds))]
-    schedule = dict(WAYS[way].get("schedule", {}))
+    schedule = dict(WAYS[way])
     size = schedule.get("buffer_size", len(sites))
-    if case.leaves and size == len(sites):
+    if case.trouble == "leaves" and size == len(sites):
         schedule["minimum_sites"] = len(sites) - 1
+    troubled = sites[-2]
     machines = [
-        {"site": site, "examples_per_second": BASE * speed}
-        | (AWAY if case.leaves and site == sites[-2] else {})
+        {"site": site, "examples_per_second": base * speed}
+        | (AWAY if case.trouble == "leaves" and site == troubled else {})
         for site, speed in zip(sites, case.speeds, strict=True)
     ]
+    faults = [{"site": troubled, **STALLS}] if case.trouble == "stalls" else []
     return job_file.parse(
         {
-            "name": "unequal-sites",
+            **_common(seed, case.alpha),
             "rounds": rounds * len(sites) // size,
-            "seed": seed,
-            "model": {
-                "factory": "clients.models:logistic_regression",
-                "options": {"inputs": 64, "classes": 10},
-            },
-            "data": {
-                "source": "clients.data:digits",
-                "partition": {"kind": "dirichlet", "alpha": case.alpha},
-            },
             "training": {
                 "local_steps": STEPS,
                 "batch_size": BATCH,
                 "optimizer": {"name": "sgd", "lr": 0.02},
             },
-            "evaluation": {"every": 1000},  # The first and the last model only.
-            "aggregation": {"weights": "uniform"},
             "schedule": schedule | {"max_lost_rounds": rounds},
             "sites": [{"name": site} for site in sites],
-            "simulation": {"machines": machines},
+            "simulation": {"machines": machines, "faults": faults},
         }
     )
 
 
-def outcome(job: JobSpec) -> Outcome:
-    """Run a job in virtual time."""
-    events: list[Event] = []
-    simulate(job, engine="virtual", listeners=[events.append], report=False)
-    (end,) = (event for event in events if isinstance(event, RunFinished))
-    last = [event for event in events if isinstance(event, ModelEvaluated)][-1]
-    answers = [event for event in events if isinstance(event, SiteAnswered)]
-    trained = sum(
-        phase.seconds
-        for answer in answers
-        for phase in answer.phases
-        if phase.name == "train"
-    )
-    return Outcome(
-        seconds=end.seconds,
-        loss=last.pooled.loss_sum / last.pooled.count,
-        steps=sum(answer.num_steps or 0 for answer in answers),
-        busy=trained / end.seconds / len(job.sites),
-    )
+def many_job(way: str, sites: int, seed: int) -> JobSpec:
+    """Describe a few rounds of many sites, of eight digits each or more."""
+    fleet = {"sites": sites, "examples_per_second": BASE, "spread": SPREAD}
+    job = {
+        **_common(seed, ALIKE),
+        "rounds": _FEW_ROUNDS,
+        "training": {
+            "local_steps": _FEW_STEPS,
+            "batch_size": 4,
+            "optimizer": {"name": "sgd", "lr": 0.02},
+        },
+        "schedule": WAYS[way],
+        "evaluation": {"every": 0},
+        "simulation": {"fleet": fleet},
+    }
+    job["data"] = {
+        "source": "virtual_runs:digits_again",
+        "options": {"times": 1 + 8 * sites // 900},
+    }
+    return job_file.parse(job)
 
 
-def rows(cases: Mapping[str, Case], rounds: int, seeds: int) -> Iterator[str]:
-    """Yield the lines of the table."""
-    yield "| Sites | Way | Time, of static | Of the bound | Training | Loss | Steps |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
-    for name, case in cases.items():
-        static = 0.0
+def _common(seed: int, alpha: float) -> dict[str, Any]:
+    return {
+        "name": "unequal-sites",
+        "seed": seed,
+        "model": {
+            "factory": "clients.models:logistic_regression",
+            "options": {"inputs": 64, "classes": 10},
+        },
+        "data": {
+            "source": "clients.data:digits",
+            "partition": {"kind": "dirichlet", "alpha": alpha},
+        },
+        "evaluation": {"every": 1000},  # The first and the last model only.
+        "aggregation": {"weights": "uniform"},
+    }
+
+
+def ways(
+    cases: Sequence[str], seeds: int, rounds: int
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield what decides each row of four sites."""
+    for name in cases:
         for way in WAYS:
-            jobs = [
-                job_of(way, case, rounds=rounds, seed=seed) for seed in range(seeds)
-            ]
-            found = [outcome(job) for job in jobs]
-            seconds = median(one.seconds for one in found)
-            static = static or seconds
-            bounds = [one.steps * BATCH / (BASE * sum(case.speeds)) for one in found]
-            losses = sorted(one.loss for one in found)
-            yield (
-                f"| {name} | {way} | {seconds / static:.2f} "
-                f"| {seconds / median(bounds):.2f} "
-                f"| {median(one.busy for one in found):.0%} "
-                f"| {median(losses):.3f} ({losses[0]:.3f} to {losses[-1]:.3f}) "
-                f"| {median(one.steps for one in found):.0f} |"
+            for seed in range(seeds):
+                yield "ways", {"case": name, "way": way, "seed": seed, "rounds": rounds}
+
+
+def sites(most: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield what decides each row of many sites; three seeds for up to a hundred."""
+    for number in MANY:
+        for way in ("static", "capacity"):
+            for seed in range(3 if number <= 100 else 1):  # noqa: PLR2004
+                if number <= most:
+                    yield "sites", {"sites": number, "way": way, "seed": seed}
+
+
+def measured(part: str, decides: Mapping[str, Any]) -> Result:
+    """Run what a row is of."""
+    if part == "sites":
+        job = many_job(decides["way"], decides["sites"], decides["seed"])
+        run = virtual_runs.run(job)
+        later = [one.seconds for one in run.rounds[_SETTLED:]]
+        return {"round_seconds": median(later), "steps": run.steps, "busy": run.busy}
+    case = CASES[decides["case"]]
+    job = job_of(decides["way"], case, rounds=decides["rounds"], seed=decides["seed"])
+    run = virtual_runs.run(job)
+    return {
+        "seconds": run.round_seconds,
+        "loss": run.loss,
+        "steps": run.steps,
+        "busy": run.busy,
+    }
+
+
+def of_ways(rows: Sequence[Result]) -> Mapping[tuple[str, str], list[Result]]:
+    """Rows of four sites, by case and way."""
+    found: dict[tuple[str, str], list[Result]] = {}
+    for row in rows:
+        if row["part"] == "ways":
+            found.setdefault((row["case"], row["way"]), []).append(row)
+    return found
+
+
+def tables(rows: Sequence[Result]) -> Iterator[str]:
+    """Yield the lines of both tables."""
+    heads = ("Sites", "Way", "Time, of static", "Of the bound", "Training", "Loss")
+    yield table_line(*heads, "Steps")
+    yield table_line(*["---"] * 7)
+    static = 0.0
+    for (name, way), found in of_ways(rows).items():
+        seconds = median(one["seconds"] for one in found)
+        static = seconds if way == "static" else static
+        total = BASE * sum(CASES[name].speeds)
+        bound = median(one["steps"] * BATCH / total for one in found)
+        losses = sorted(one["loss"] for one in found)
+        yield table_line(
+            name,
+            way,
+            f"{seconds / static:.2f}",
+            f"{seconds / bound:.2f}",
+            f"{median(one['busy'] for one in found):.0%}",
+            f"{median(losses):.3f} ({losses[0]:.3f} to {losses[-1]:.3f})",
+            f"{median(one['steps'] for one in found):.0f}",
+        )
+    yield ""
+    yield table_line("Sites", "Way", "Seconds of a round", "Training")
+    yield table_line(*["---"] * 4)
+    for way, points in by_number(rows).items():
+        for number, (seconds, busy) in points.items():
+            yield table_line(f"{number}", way, f"{seconds:.2f}", f"{busy:.0%}")
+
+
+def by_number(rows: Sequence[Result]) -> Mapping[str, dict[int, tuple[float, float]]]:
+    """Seconds of a round and share of training, by way and number of sites."""
+    found: dict[str, dict[int, list[Result]]] = {}
+    for row in rows:
+        if row["part"] == "sites":
+            here = found.setdefault(row["way"], {})
+            here.setdefault(row["sites"], []).append(row)
+    return {
+        way: {
+            number: (
+                median(each["round_seconds"] for each in here),
+                median(each["busy"] for each in here),
             )
+            for number, here in numbers.items()
+        }
+        for way, numbers in found.items()
+    }
+
+
+def draw(rows: Sequence[Result], to: Path) -> None:
+    """Draw both pictures below a folder."""
+    groups: dict[str, dict[str, float]] = {}
+    ways_ = of_ways(rows)
+    for (name, way), found in ways_.items():
+        if name in {"1:1:2:4", "1:2:4:8", "1:1:2:4, one stalls"}:
+            static = median(one["seconds"] for one in ways_[name, "static"])
+            part = 100 * median(one["seconds"] for one in found) / static
+            groups.setdefault(name, {})[way] = part
+    lines = {
+        way: [(float(number), seconds) for number, (seconds, _) in points.items()]
+        for way, points in by_number(rows).items()
+    }
+    folder = to / "docs/images"
+    folder.mkdir(parents=True, exist_ok=True)
+    if groups:
+        text = pictures.bars(groups, "virtual time, % of static")
+        (folder / "unequal-sites.svg").write_text(text)
+    if lines:
+        labels = ("sites", "virtual seconds of a round")
+        text = pictures.curves(lines, labels, log=True)
+        (folder / "more-sites.svg").write_text(text)
 
 
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Add what lacks, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=("ways", "sites"))
+    parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--most", type=int, default=10_000, help="sites")
+    parser.add_argument("--out", type=Path, default=HERE / "measured.jsonl")
+    parser.add_argument("--to", type=Path, default=REPOSITORY)
+    parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
-    cases = {"1:1:1:1": Case(SPEEDS["1:1:1:1"], ALIKE, leaves=False)}
-    for name in ("1:1:2:4", "1:2:4:8"):
-        cases[name] = Case(SPEEDS[name], ALIKE, leaves=False)
-        cases[f"{name}, unlike data"] = Case(SPEEDS[name], UNLIKE, leaves=False)
-        cases[f"{name}, one comes and goes"] = Case(SPEEDS[name], ALIKE, leaves=True)
-    for line in rows(cases, options.rounds, options.seeds):
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
+    parts = options.parts or ("ways", "sites")
+    plans = {
+        "ways": ways(options.cases, options.seeds, options.rounds),
+        "sites": sites(options.most),
+    }
+    for part, decides in (each for name in parts for each in plans[name]):
+        key = results.key_of(part=part, **decides)
+        if not options.table and key not in results.finished(options.out):
+            row = {"key": key, "part": part, **decides, **measured(part, decides)}
+            results.add(options.out, row)
+    rows = list(results.finished(options.out).values())
+    draw(rows, options.to)
+    print("\n".join(tables(rows)), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -54,3 +54,14 @@ def test_verdicts_compare_ratios_with_ten_percent_of_room():
     assert verdicts.at_least(0.90, 1.0) == verdicts.REFUTED
     assert verdicts.at_most(1.09, 1.0) == verdicts.REPRODUCED
     assert verdicts.at_most(1.11, 1.0) == verdicts.REFUTED
+
+
+def test_pictures_of_unequal_sites_follow_from_their_rows(
+    server: ForkServer, tmp_path: Path
+):
+    script = REPOSITORY / "studies" / "unequal_sites" / "study.py"
+    done = server.run("--table", "--to", str(tmp_path), folder=tmp_path, script=script)
+    assert done.code == 0, done.stderr
+    for path in (tmp_path / "docs/images").iterdir():
+        committed = REPOSITORY / "docs/images" / path.name
+        assert path.read_text() == committed.read_text(), path.name

@@ -170,16 +170,22 @@ def test_a_finished_row_is_not_run_again(
     assert all(row["loss"] != best[row["row"]]["loss"] for row in seeds)
 
 
-def test_study_of_unequal_sites_compares_equal_work():
+def test_study_of_unequal_sites_compares_equal_work(server: ForkServer, tmp_path: Path):
     script = REPOSITORY / "studies" / "unequal_sites" / "study.py"
-    study = runpy.run_path(str(script))
-    case = study["Case"]((1, 1, 2, 4), study["ALIKE"], leaves=False)
-    lines = list(study["rows"]({"1:1:2:4": case}, rounds=2, seeds=1))
-    cells = [line.strip("| ").split(" | ") for line in lines[2:]]
-    assert [row[1] for row in cells] == [*study["WAYS"]]
-    assert {int(row[6]) for row in cells[:5]} == {2 * 4 * study["STEPS"]}
-    times = {row[1]: float(row[2]) for row in cells}
-    assert times["capacity"] < times["static"] == 1.0
+    words = ["--seeds", "1", "--rounds", "2", "--most", "4"]
+    words += ["--cases", "1:1:2:4", "1:1:2:4, one stalls"]
+    words += ["--out", str(tmp_path / "rows.jsonl"), "--to", str(tmp_path)]
+    done = server.run(*words, folder=REPOSITORY, script=script)
+    assert done.code == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    seconds = {
+        row["way"]: row["seconds"] for row in rows if row.get("case") == "1:1:2:4"
+    }
+    assert seconds["capacity"] < seconds["static"]
+    whole = [r["steps"] for r in rows if r.get("case") == "1:1:2:4"][:5]
+    assert {*whole} == {2 * 4 * 24}
+    assert {row["sites"] for row in rows if row["part"] == "sites"} == {2, 4}
+    assert len([*(tmp_path / "docs/images").iterdir()]) == 2
 
 
 def test_study_of_buffers_shows_that_groups_by_speed_take_less_time(
