@@ -135,6 +135,19 @@ def _agent(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _site_status(options: argparse.Namespace) -> int:
+    from deploy.site_host import config as site_file  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.site_host.run_status import lines, status  # noqa: PLC0415 -- as above
+
+    found = status(site_file.load(options.config))
+    if options.json:
+        say_json(asdict(found))
+        return DONE
+    for line in lines(found, options.clock.now()):
+        say(line)
+    return DONE
+
+
 def _site_relay(options: argparse.Namespace) -> int:
     from deploy.site_host.relay import serve  # noqa: PLC0415 -- imports Flower
 
@@ -179,6 +192,7 @@ VERBS = {
     "aggregator up": _aggregator_up,
     "aggregator page": _aggregator_page,
     "site up": _site_up,
+    "site status": _site_status,
     "site relay": _site_relay,
     "site model": _site_model,
 }

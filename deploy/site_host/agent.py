@@ -39,6 +39,7 @@ from deploy.site_host import (
     data as site_data,
     enrolment_roster,
     ranks as site_ranks,
+    run_status,
 )
 from deploy.site_host.config import SiteConfig, SiteFile
 from deploy.site_host.departure import Departure
@@ -254,6 +255,8 @@ class SiteAgent:
             data=site_data.describe(config.file, run.met.federation),
             listener=self.listener,
             total=partial(self._total_spent, config),
+            save=run_status.saver(self._folder(run_id)),
+            clock=self.clock,
         )
         self._lines[run_id].accept()
 

@@ -312,6 +312,18 @@ def _pair(path: Path) -> tuple[x509.Certificate, PrivateKey]:
     return certificate, load_key(path)
 
 
+def certificate_ends(config: SiteConfig) -> float | None:
+    """When a site's certificate ends, in seconds since 1970; None if it has none.
+
+    Raises:
+        KeyFileRefused: Its file is damaged or open to others.
+    """
+    if config.certificate is None or not config.certificate.exists():
+        return None
+    ends: float = _pair(config.certificate)[0].not_valid_after_utc.timestamp()
+    return ends
+
+
 def holds_certificate(folder: Path, *, clock: Clock) -> bool:
     """Whether a folder has a certificate that is still valid.
 

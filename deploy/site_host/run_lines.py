@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 
+from deploy.site_host.run_status import RunStatus, sent_by
 from federation.epsilon_text import format_cap, format_epsilon
 from federation.events import SitePrivacy
 from federation.ids import RunId
@@ -17,6 +18,7 @@ from federation.messages import (
     Task,
     TaskKind,
 )
+from federation.protocols import Clock
 
 
 @dataclass(eq=False)
@@ -29,6 +31,8 @@ class RunLines:
         data: Says on which data it trains.
         listener: Called with each line.
         total: Says what all runs on the site's records have spent together.
+        save: Called with the status of the run when that has changed.
+        clock: Tells time.
     """
 
     run_id: RunId
@@ -38,6 +42,8 @@ class RunLines:
     data: str
     listener: Callable[[str], None]
     total: Callable[[], str]
+    save: Callable[[RunStatus], None]
+    clock: Clock
     _rounds: set[int] = field(default_factory=set, init=False)
     _spent: PrivacySpent | None = field(default=None, init=False)
     _has_begun: bool = field(default=False, init=False)
@@ -61,11 +67,13 @@ class RunLines:
             f"rounds, {protection}, {'' if secret else 'no '}secure aggregation; "
             f"{self.data}; waits for the other sites"
         )
+        self._save("accepted")
 
     def begin(self) -> None:
         """Say that the first task has come."""
         if not self._has_begun:
             self.listener(f"run {self.run_id} begins")
+            self._save("begun")
         self._has_begun = True
 
     def note(self, task: Task, answer: SiteMessage) -> None:
@@ -77,6 +85,7 @@ class RunLines:
             return
         if task.kind is TaskKind.TRAIN:
             self._rounds.add(task.round_index)
+        self._save("begun")
         is_last = self.job.evaluation.every == 0 and task.round_index == self.job.rounds
         if task.kind is TaskKind.EVALUATE or is_last:
             self._end("is over")
@@ -104,10 +113,31 @@ class RunLines:
             if held_out is not None:
                 spent += f" and {format_epsilon(held_out)} of {cap} on evaluations"
             spent += self.total()
+        self._save(how)
         last = f", the last one {max(self._rounds)}" if self._rounds else ""
         self.listener(
             f"run {self.run_id} {how}: job {self.job.name!r}, {self.job.rounds} "
             f"rounds, {len(self._rounds)} answered by this process{last}{spent}"
+        )
+
+    def _save(self, state: str) -> None:
+        promise, spent = self.promise, self._spent
+        self.save(
+            RunStatus(
+                run_id=self.run_id,
+                job=self.job.name,
+                state=state,
+                rounds=self.job.rounds,
+                answered=len(self._rounds),
+                last_round=max(self._rounds, default=0),
+                at=self.clock.now(),
+                data=self.data,
+                sent=sent_by(self.job),
+                is_summed=self.job.privacy.secure_aggregation.enabled,
+                epsilon_cap=None if promise is None else promise.epsilon_cap,
+                epsilon=None if spent is None else spent.epsilon,
+                held_out_epsilon=None if spent is None else spent.held_out_epsilon,
+            )
         )
 
 

@@ -21,10 +21,11 @@ from clients.data.datasets import Examples
 from clients.models.model_pool import ModelPool
 from clients.privacy.site_plans import PrivateSites
 from cloud_adapters.storage.memory import MemoryStore
-from deploy.site_host import agent as site_agent, folder as site_folder
+from deploy.site_host import agent as site_agent, folder as site_folder, run_status
 from deploy.site_host.agent import SiteAgent
 from deploy.wiring import parts as wiring
 from federation.clock import SystemClock
+from federation.epsilon_text import format_cap
 from federation.errors import FederationError, JobError, ProtocolError
 from federation.event_log import read_events
 from federation.events import StoreUsed
@@ -194,6 +195,42 @@ def test_operator_reads_that_a_run_ended_early(
     agent.close()
 
 
+def test_operator_sees_what_runs_do_and_what_leaves(
+    agent: SiteAgent, members: Consortium
+):
+    """At any time: rounds, spending, and which numbers go with an update."""
+    config = agent.config
+    job = private_job(rounds=3)
+    accepted(agent, members, job)
+    (run,) = run_status.read(config)
+    assert (run.state, run.answered, run.epsilon) == ("accepted", 0, None)
+    answer = agent.answer(train_task(job))
+    assert isinstance(answer, SiteUpdate)
+    assert answer.spent is not None
+    (run,) = run_status.read(config)
+    assert (run.state, run.answered, run.last_round) == ("begun", 1, 1)
+    assert (run.epsilon_cap, run.epsilon) == (8.0, answer.spent.epsilon)
+    # What the answer really holds, of all that it might.
+    assert set(run.sent) == {"the number of steps", "held-out results"}
+    assert answer.training is None
+    assert not answer.phases
+    assert answer.resources is None
+    assert not run.is_summed
+    open_job = small_job(num_sites=2)
+    made = agents.proposal(open_job, run_id="20260102-030405-000001")
+    assert agents.propose(agent, members, made).refused == ""
+    other, _ = run_status.read(config)
+    assert {"the training loss", "processor time and memory"} <= set(other.sent)
+    (config.folder / "runs" / run.run_id / run_status.STATUS).write_text("{")
+    found = run_status.status(config)
+    assert [each.run_id for each in found.runs] == [other.run_id]
+    assert found.epsilon == answer.spent.epsilon
+    text = "\n".join(run_status.lines(found, other.at + 60))
+    assert "accepted, 1 min 00 s ago" in text
+    assert f"of {format_cap(1000.0)} spent" in text
+    agent.close()
+
+
 @pytest.mark.parametrize("has_data", [False, True])
 def test_operator_reads_on_which_data_a_site_trains(
     tmp_path: Path, members: Consortium, *, has_data: bool
@@ -234,7 +271,7 @@ def test_process_that_ends_at_work_says_what_is_lost(
     (text,) = words
     assert "round 1 of run" in text
     assert ("its charge" in text) == (kind == "private")
-    assert ("asked again" in text) == (kind == "plain")
+    assert ("asked again" in text) == (kind != "secret")
     assert "round" not in agent.departure.last_words()
     agent.close()
 

@@ -1,0 +1,176 @@
+"""What a site's operator can see of its runs at any time: ``crossfed site status``.
+
+The agent notes it in ``status.json`` of the run's folder. It never leaves the site, and
+nothing depends on it: one that is missing or damaged is only not shown.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients.privacy.ledger_memory import lifetime
+from deploy.site_host import enrol
+from deploy.site_host.config import SiteConfig
+from deploy.site_host.run import lifetime_budget, runs_folder, site_memory
+from federation import folder_lock
+from federation.durable_files import replace_file
+from federation.epsilon_text import format_cap, format_epsilon, format_left
+from federation.errors import StoreUnavailable
+from federation.job.disclosure import withheld
+from federation.job.spec import JobSpec
+from federation.typed_json import decode, encode
+from monitoring.units import format_duration
+
+STATUS = "status.json"
+# Of each answer, if a setting does not withhold it: field, and what a person calls it.
+_SENT = {
+    "num_examples": "the number of training examples",
+    "num_steps": "the number of steps",
+    "training": "the training loss",
+    "evaluation": "held-out results",
+    "phases": "how long it worked on what",
+    "resources": "processor time and memory",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """One run at this site.
+
+    Attributes:
+        job: Name of its job.
+        state: ``accepted``, ``begun``, or how it ended here.
+        rounds: Rounds of the job.
+        answered: Rounds that this site has answered since its agent started.
+        last_round: The newest of them; 0 for none.
+        at: When this was noted, seconds since 1970.
+        data: On which data it trains.
+        sent: What leaves the site with each update, besides the update.
+        is_summed: Whether the update can be read only in a sum over sites.
+        epsilon_cap: What the site has promised; None without differential privacy.
+        epsilon: Spent on training records.
+        held_out_epsilon: Spent on held-out records.
+    """
+
+    run_id: str
+    job: str
+    state: str
+    rounds: int
+    answered: int
+    last_round: int
+    at: float
+    data: str
+    sent: tuple[str, ...]
+    is_summed: bool
+    epsilon_cap: float | None = None
+    epsilon: float | None = None
+    held_out_epsilon: float | None = None
+
+
+def sent_by(job: JobSpec) -> tuple[str, ...]:
+    """What leaves a site with each update of a job, in words."""
+    kept = withheld(job)
+    return tuple(words for name, words in _SENT.items() if name not in kept)
+
+
+def saver(folder: Path) -> Callable[[RunStatus], None]:
+    """Return what notes the status of the run in a folder."""
+
+    def save(status: RunStatus) -> None:
+        # A full disk stops training where that matters, and not here.
+        with contextlib.suppress(StoreUnavailable):
+            replace_file(folder / STATUS, [json.dumps(encode(status)).encode()])
+
+    return save
+
+
+def read(config: SiteConfig) -> Iterator[RunStatus]:
+    """Yield the status of each run, the oldest first."""
+    for path in sorted(runs_folder(config).glob(f"*/{STATUS}")):
+        with contextlib.suppress(OSError, ValueError):
+            yield decode(json.loads(path.read_bytes()), RunStatus, where=str(path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteStatus:
+    """A site as a whole.
+
+    Attributes:
+        site: Its name.
+        is_up: Whether an agent or relay runs in its folder.
+        certificate_ends: Seconds since 1970; None without a certificate.
+        dataset: What the budget of all runs is called; empty without one.
+        epsilon_cap: That budget.
+        epsilon: What all runs on the dataset have spent together.
+        runs: Its runs, the oldest first.
+    """
+
+    site: str
+    is_up: bool
+    certificate_ends: float | None
+    dataset: str
+    epsilon_cap: float | None
+    epsilon: float | None
+    runs: Sequence[RunStatus]
+
+
+def status(config: SiteConfig) -> SiteStatus:
+    """Look at a site's folder.
+
+    Raises:
+        FederationError: A file that holds keys or budgets is damaged.
+    """
+    budget = lifetime_budget(config)
+    spent = None if budget.epsilon is None else lifetime(site_memory(config), budget)
+    return SiteStatus(
+        site=config.file.name,
+        is_up=folder_lock.is_held(config.folder / "agent.lock"),
+        certificate_ends=enrol.certificate_ends(config),
+        dataset="" if budget.epsilon is None else budget.dataset,
+        epsilon_cap=budget.epsilon,
+        epsilon=None if spent is None else spent.epsilon,
+        runs=list(read(config)),
+    )
+
+
+def lines(found: SiteStatus, now: float) -> Iterator[str]:
+    """Say it in lines for a terminal.
+
+    Args:
+        found: The site.
+        now: Seconds since 1970.
+    """
+    yield f"site {found.site}: {'its agent runs' if found.is_up else 'no agent runs'}"
+    if found.certificate_ends is not None:
+        left = format_duration(max(0.0, found.certificate_ends - now))
+        yield f"certificate: ends in {left}; the agent renews it before"
+    if found.epsilon_cap is not None:
+        spent = found.epsilon or 0.0
+        yield (
+            f"all runs on {found.dataset!r}: epsilon {format_epsilon(spent)} of "
+            f"{format_cap(found.epsilon_cap)} spent, "
+            f"{format_left(found.epsilon_cap, spent)} left"
+        )
+    if not found.runs:
+        yield "no run has been accepted here"
+    for run in found.runs:
+        yield from _run_lines(run, now)
+
+
+def _run_lines(run: RunStatus, now: float) -> Iterator[str]:
+    ago = format_duration(max(0.0, now - run.at))
+    yield ""
+    yield f"run {run.run_id}: job {run.job!r}, {run.state}, {ago} ago"
+    last = f", the last one {run.last_round}" if run.last_round else ""
+    yield f"  rounds   {run.answered} of {run.rounds} answered{last}"
+    yield f"  data     {run.data}"
+    update = "its update, readable only in a sum" if run.is_summed else "its update"
+    yield f"  leaves   {', '.join((update, *run.sent))}"
+    if run.epsilon_cap is not None:
+        spent = format_epsilon(run.epsilon or 0.0)
+        text = f"{spent} of {format_cap(run.epsilon_cap)} on training"
+        if run.held_out_epsilon is not None:
+            text += f", {format_epsilon(run.held_out_epsilon)} on evaluations"
+        yield f"  epsilon  {text}"
