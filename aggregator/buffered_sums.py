@@ -27,6 +27,7 @@ from aggregator.combine import combine_rule
 from aggregator.group_sums import GroupGather, OpenGroup, losing_the_setup, pooled
 from aggregator.masked_round import MaskedRound, OpenedSum
 from aggregator.secure_exchange import losing_the_round
+from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError
 from federation.ids import SiteId
 from federation.messages import (
@@ -104,7 +105,8 @@ class BufferedGroups(GroupGather):
         self._flights: dict[OpenGroup, _Flight] = {}
         # Of each site of these the task that it was or will be sent, answered or not.
         self._flying: dict[SiteId, OpenTask] = {}
-        self._early: set[SiteId] = set()  # Those who answered before this round.
+        # Those who answered before this round, or are asked nothing in it.
+        self._early: set[SiteId] = set()
         self._arrived: list[_Arrived] = []
 
     def update(self, record: RoundRecord, out_d: Vector) -> Vector:
@@ -227,7 +229,10 @@ class BufferedGroups(GroupGather):
         for reply in replies:
             group = self._group_of.get(reply.message.site)
             flight = None if group is None else self._flights.get(group)
+            # Not to an earlier task: the site's own is closed by now.
+            busy = {task.site for task in self._dispatcher.open}
             about_keys = isinstance(reply.message, SecureAnswer | SiteFailure)
+            about_keys &= reply.message.site not in busy
             if flight is not None and flight.step is not None and about_keys:
                 flight.replies.append(reply)
             else:
@@ -261,12 +266,15 @@ class BufferedGroups(GroupGather):
         flight.replies = []
         accept = keys.on_advert if step is SecureStep.ADVERTISE else keys.on_confirm
         self._exchange.take_answers(record, step, replies, lambda _, data: accept(data))
+        # All would have to answer, also with the keys of before: nobody trains in vain.
+        group.run_setup = RunSetup(group.contract)
         with losing_the_setup(record.events, group):
             if step is SecureStep.ADVERTISE:
                 return self._ask(group, SecureStep.CONFIRM, keys.book())
             group.run_setup.take(keys.result())
         if group.run_setup.in_force is not None:
             return self._train(record, group)
+        self._early |= {*group.sites}  # They were asked nothing more.
         self._lose(group)
         return ()
 
