@@ -383,3 +383,28 @@ def test_resumed_run_of_sums_goes_on_as_fast(tmp_path: Path):
     assert [e.round_index for e in found] == [*range(1, 13)]
     assert [e.seconds for e in found] == pytest.approx(whole, rel=0.05)
     assert len(of(SiteAnswered, [*first, *second])) == 48
+
+
+@pytest.mark.parametrize("kind", ["crash", "silent"])
+def test_most_of_the_possible_steps_count_although_a_site_fails(kind: str):
+    """One of four sites of 1:1:2:4 in a fifth of its rounds; goodput of 88 %."""
+    rates = dict(zip(SITES, (20.0, 20.0, 40.0, 80.0), strict=True))
+    tables = {
+        "rounds": 40,
+        "evaluation": {"every": 0},
+        "training": {"local_steps": 24},
+        "schedule": {"allocation": "capacity", "minimum_sites": 3, "grace": 0.25},
+        "simulation": {
+            "machines": [
+                {"site": site, "examples_per_second": rate}
+                for site, rate in rates.items()
+            ],
+            "faults": [{"site": "site-2", "kind": kind, "probability": 0.2}],
+        },
+    }
+    events = told(job_of(tables))
+    assert 4 <= len(of(SiteFailed, events)) <= 14
+    counted = sum(event.num_steps for event in of(SiteAnswered, events))
+    (end,) = of(RunFinished, events)
+    possible = end.seconds * sum(rates.values()) / 8  # Records of a step.
+    assert counted >= 0.88 * possible
