@@ -5,7 +5,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from deploy.exit_codes import DONE
 from federation.errors import JobError
 
 if TYPE_CHECKING:
+    from federation.events import Emit
     from federation.protocols import Clock
 
 SCHEME = "https://"
@@ -51,24 +53,33 @@ class RemoteRuns:
         asked = {"secret": self._secret, "action": action, **about}
         return json.loads(self._way.post(json.dumps(asked).encode()))
 
-    def lines(self, run: str, *, follow: bool) -> Generator[str, None, dict[str, Any]]:
-        """Yield the lines of a run's events, and report what it waits for.
+    def read(
+        self, run: str, show: Callable[[str], None], *, follow: bool
+    ) -> dict[str, Any]:
+        """Show the lines of a run's events, and report what it waits for.
+
+        Args:
+            run: Its ID, or the job's name.
+            show: Called with each line.
+            follow: Whether to go on until the run ends.
 
         Returns:
-            The last answer, in the generator's return value.
+            How the run stands after the last line.
         """
         offset, told = 0, ""
         while True:
             found: dict[str, Any] = self.ask("events", run=run, offset=offset)
-            yield from found["lines"].splitlines()
-            if not found["lines"]:
-                if found["code"] is not None or not follow:
-                    return found
-                if found["waits"] and found["waits"] != told:
-                    tell(f"run {found['run']} waits for {found['waits']}")
-                told = found["waits"]
-                self._clock.sleep(LOOK_SECONDS)
             offset = found["offset"]
+            for line in found["lines"].splitlines():
+                show(line)
+            if found["lines"]:
+                continue
+            if found["code"] is not None or not follow:
+                return found
+            if found["waits"] and found["waits"] != told:
+                tell(f"run {found['run']} waits for {found['waits']}")
+            told = found["waits"]
+            self._clock.sleep(LOOK_SECONDS)
 
 
 def is_remote(options: argparse.Namespace) -> bool:
@@ -131,21 +142,9 @@ def watch(options: argparse.Namespace) -> int:
 def _follow(
     options: argparse.Namespace, runs: RemoteRuns, name: str, *, every: int
 ) -> int:
-    from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
-
     try:
         with run_progress(options.clock, every=every) as show:
-            lines = runs.lines(name, follow=True)
-            while True:
-                try:
-                    line = next(lines)
-                except StopIteration as end:
-                    last = end.value
-                    break
-                with contextlib.suppress(ValueError):
-                    event = from_line(line.encode())
-                    if event is not None:
-                        show(event)
+            last = runs.read(name, partial(_show_event, show), follow=True)
     except KeyboardInterrupt:
         tell(f"the run continues; see it with crossfed watch {name}")
         return DONE
@@ -159,22 +158,24 @@ def _follow(
     return int(last["code"])
 
 
+def _show_event(show: "Emit", line: str) -> None:
+    from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
+
+    with contextlib.suppress(ValueError):
+        event = from_line(line.encode())
+        if event is not None:
+            show(event)
+
+
 def logs(options: argparse.Namespace) -> int:
     """Print a run's events."""
-    from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
     from monitoring.terminal.progress import PlainProgress  # noqa: PLC0415
 
     runs = RemoteRuns(options.aggregator, options.clock)
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        PlainProgress(sys.stdout, every=1) as progress,
-    ):
-        for line in runs.lines(options.run, follow=options.follow):
-            if options.json:
-                say(line)
-            elif (event := from_line(line.encode())) is not None:
-                progress(event)
-            sys.stdout.flush()
+    progress = PlainProgress(sys.stdout, every=1)
+    show = say if options.json else partial(_show_event, progress)
+    with contextlib.suppress(KeyboardInterrupt), progress:
+        runs.read(options.run, show, follow=options.follow)
     return DONE
 
 
