@@ -1,6 +1,6 @@
 """Every figure of the documents that the project grew from, run again here.
 
-    python studies/seeds/study.py                # all cases, five seeds: ten minutes
+    python studies/seeds/study.py                # all cases, 5 seeds: 15 minutes
     python studies/seeds/study.py --only all     # one case
     python studies/seeds/study.py --page         # only writes page and pictures
     python studies/seeds/study.py --smoke        # seconds; its figures do not count
