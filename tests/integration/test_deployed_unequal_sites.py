@@ -129,6 +129,7 @@ def test_frozen_site_of_a_buffered_run_holds_up_nobody_and_counts_when_it_is_bac
     wait_for(lambda: answers() > known + 1, f"{SLOW} is back")
     result = finish(follower)
     assert (result["status"], result["rounds_completed"]) == ("completed", 40)
-    assert not federation.events("SiteFailed")
+    # Of the task that is open when the last model is made.
+    assert {f["kind"] for f in federation.events("SiteFailed")} <= {"surplus"}
     stale = [a for a in federation.events("SiteAnswered") if a["site"] == SLOW]
     assert max(a["staleness"] for a in stale) >= 7
