@@ -242,10 +242,18 @@ def test_steps_by_capacity_begin_where_the_round_does():
     def asked(steps: int, first: int) -> RoundTask:
         return toy.task(round_index=3, num_steps=steps, first_step=first)
 
-    for steps in (1, 20, 80):
+    for steps in (5, 20, 80):
         check_task(job, asked(steps, 160))
-    for steps, first in ((81, 160), (20, 159), (20, 161), (20, 0), (1, 239), (1, 240)):
-        with pytest.raises(ProtocolError, match="allows 1 to 80 in a round, from 160"):
+    for steps, first in (
+        (81, 160),
+        (4, 160),
+        (20, 159),
+        (20, 161),
+        (20, 0),
+        (5, 235),
+        (5, 240),
+    ):
+        with pytest.raises(ProtocolError, match="allows 5 to 80 in a round, from 160"):
             check_task(job, asked(steps, first))
 
 
