@@ -1,4 +1,4 @@
-"""Tell a person what ``monitoring.alerts`` finds: each alert once, to each place.
+"""Tell a person what ``monitoring.web.alerts`` finds: each alert once, to each place.
 
 What was told is in ``alerts.json``, so that a restart does not tell it again. A place
 that cannot be reached is tried again for half an hour.
@@ -20,7 +20,7 @@ from federation.addresses import parse_address
 from federation.durable_files import replace_file
 from federation.errors import FederationError, JobError, StoreUnavailable
 from federation.protocols import Clock
-from monitoring.alerts import Alert
+from monitoring.web.alerts import Alert
 
 SEND_SECONDS = 30.0
 RETRY_SECONDS, MAX_ATTEMPTS = 30.0, 7  # After 30 s, a minute, two and so on.

@@ -9,7 +9,7 @@ from deploy.aggregator_host import enrolment_operator
 from deploy.aggregator_host.config import AggregatorConfig
 from federation.errors import FederationError
 from federation.protocols import Clock
-from monitoring.alerts import HostFacts
+from monitoring.web.alerts import HostFacts
 
 LOOK_SECONDS = 60.0  # At certificates, which end after months.
 

@@ -55,8 +55,8 @@ def serve(config: AggregatorConfig, stopped: threading.Event) -> None:
     """
     # The service imports this module, too, but serves nothing itself.
     from deploy.aggregator_host import alert_delivery, host_facts  # noqa: PLC0415
-    from monitoring import alerts  # noqa: PLC0415
     from monitoring.runs.find import find_runs  # noqa: PLC0415
+    from monitoring.web import alerts  # noqa: PLC0415
     from monitoring.web.run_metrics import RunsCollector  # noqa: PLC0415
 
     clock = SystemClock()

@@ -192,7 +192,8 @@ def test_operator_has_a_page_and_metrics(host: Deployment):
         return None
 
     wait_for(lambda: get("/", {}) is not None, "the page")
-    address = crossfed("aggregator", "page", "--config", host.config).stdout.strip()
+    told = crossfed("aggregator", "page", "--config", host.config, "--json").stdout
+    address = json.loads(told)["address"]
     with httpx.Client(follow_redirects=True) as browser:
         assert "20260101-000000-abcdef" in browser.get(address).text
     token = (host.folder / "aggregator" / "metrics.token").read_text()

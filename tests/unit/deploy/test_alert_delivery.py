@@ -19,7 +19,7 @@ from deploy.aggregator_host.alert_delivery import (
 from deploy.aggregator_host.config import AlertSpec
 from federation.clock import VirtualClock
 from federation.errors import FederationError, JobError
-from monitoring.alerts import Alert
+from monitoring.web.alerts import Alert
 
 STALLED = Alert(key="r/stalled/3", text="run r: round 3 goes on. See who.")
 

@@ -66,6 +66,20 @@ def test_result_of_enroll_is_json_where_it_is_asked_for(
     assert (facts["site"], len(facts["digest"])) == ("site-a", 64)
 
 
+def test_site_without_a_run_has_a_status(
+    federation: Federation, capsys: pytest.CaptureFixture[str]
+):
+    federation.enroll(federation.invite("site-a"))
+    config = str(federation.folder / "site-a" / "site.toml")
+    assert cli.main(["site", "status", "--config", config, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["site"], facts["is_up"], facts["runs"]) == ("site-a", False, [])
+    days = (facts["certificate_ends"] - SystemClock().now()) / 86_400
+    assert 1 < days < 1000
+    assert cli.main(["site", "status", "--config", config]) == 0
+    assert "no agent runs" in capsys.readouterr().out
+
+
 def test_enrolled_site_reads_what_comes_next(
     federation: Federation, capsys: pytest.CaptureFixture[str]
 ):

@@ -54,6 +54,8 @@ ELSEWHERE = {
     "verify": "unit/deploy/test_export_signature.py",
     "prune": "integration/test_pruning.py",
     "predict": "integration/test_predict.py",
+    "site status": "unit/deploy/test_enrolment_verbs.py",
+    "aggregator page": "integration/test_aggregator_host.py",
     "site model": "unit/deploy/test_site_model.py",
     "checkpoints": "integration/test_cli.py",
     "doctor": "integration/test_cli.py",

@@ -9,8 +9,8 @@ from support.event_samples import START, Script
 
 from federation.events import Event, ModelEvaluated, RoundStarted
 from federation.messages import FailureKind, MetricSums
-from monitoring import alerts
-from monitoring.alerts import HostFacts
+from monitoring.web import alerts
+from monitoring.web.alerts import HostFacts
 from monitoring.web.run_metrics import RunNumbers
 
 SITES = ("a", "b", "c")
