@@ -13,6 +13,7 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from aggregator import buffered_sums
+from aggregator.buffered_sums import BufferedGroups
 from federation.errors import JobError, QuorumNotMet
 from federation.events import (
     Event,
@@ -24,7 +25,12 @@ from federation.events import (
     StepTaken,
     Warned,
 )
+from federation.ids import SiteId
+from federation.messages import Task
+from federation.rounds.round_record import RoundRecord
 from privacy.secagg.agreement.groups import named_groups
+from privacy.secagg.errors import TooFewSites
+from privacy.secagg.protocol.setup import AggregatorSetup
 
 pytestmark = pytest.mark.slow
 
@@ -156,6 +162,37 @@ def test_group_makes_new_keys_while_the_other_trains():
     assert {a.site for a in of(SiteAnswered, events)} == {*SITES}
     fast = [e.seconds for e in of(RoundFinished, events)][1:]
     assert max(fast) < 1.1 * STEP_SECONDS
+
+
+def test_group_whose_new_keys_fail_does_not_train_with_those_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A site is gone, without which there is no sum: the others work in vain."""
+    books: list[object] = []
+
+    class Setup(AggregatorSetup):
+        def book(self) -> bytes:
+            books.append(self)
+            if len(books) == 3:
+                raise TooFewSites("site-0 is gone")
+            return super().book()
+
+    go_on = BufferedGroups._tasks_for
+
+    def lose(
+        self: BufferedGroups, record: RoundRecord, sites: Sequence[SiteId]
+    ) -> list[Task]:
+        if record.round_index == 3:
+            self._group_of[sites[0]].run_setup.note_disconnected(sites[0])
+        return go_on(self, record, sites)
+
+    monkeypatch.setattr(buffered_sums, "AggregatorSetup", Setup)
+    monkeypatch.setattr(BufferedGroups, "_tasks_for", lose)
+    events = told(BUFFERED)
+    answers = of(SiteAnswered, events)
+    assert {a.site for a in answers if a.round_index == 3} == {*SLOW}
+    assert {a.site for a in answers if a.round_index == 4} == {*FAST}
+    assert not failures(events)
 
 
 def test_only_groups_with_the_newest_model_say_how_good_it_is():
