@@ -25,6 +25,7 @@ from federation.events import (
     SiteAnswered,
     SiteFailed,
 )
+from federation.messages import FailureKind
 from monitoring.runs.run_folder import RunFolder
 from monitoring.terminal.progress import DECLINED
 from monitoring.views.round_view import RUNNING, accuracy_of, loss_of
@@ -33,6 +34,7 @@ from monitoring.web.event_tail import EventTail
 
 MAX_RUNS, MAX_SITES = 20, 200
 WORSE_FACTOR = 1.5  # Of the best loss, for one that is much worse.
+_NOT_SILENT = DECLINED | {FailureKind.SURPLUS}
 OTHER_SITES = "other"  # The name that further sites share.
 
 
@@ -100,7 +102,7 @@ class RunNumbers:
     def _fail(self, event: SiteFailed) -> None:
         site = self._name(event.site)
         self.failures[site, event.kind.value] += 1
-        if event.kind not in DECLINED:
+        if event.kind not in _NOT_SILENT:
             self.silent[site] += 1
 
     def _begin(self, event: Event) -> None:

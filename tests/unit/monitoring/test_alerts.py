@@ -57,9 +57,11 @@ def test_round_that_goes_on_for_long() -> None:
     assert _keys(between, began + DAY) == set()
 
 
-@pytest.mark.parametrize("kind", [FailureKind.DEADLINE, FailureKind.BUDGET])
+@pytest.mark.parametrize(
+    "kind", [FailureKind.DEADLINE, FailureKind.BUDGET, FailureKind.SURPLUS]
+)
 def test_site_that_misses_rounds_in_a_row(kind: FailureKind) -> None:
-    """One whose budget is spent declines, as it has promised."""
+    """One whose budget is spent, or whose answer nobody needs, has not failed."""
     failures = tuple((index, "b", kind) for index in (2, 4, 5, 6))
     events = _going(rounds=7, failures=failures)
     run = RunNumbers()
