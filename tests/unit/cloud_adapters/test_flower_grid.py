@@ -261,9 +261,10 @@ def test_silent_node_is_an_error(flower: FakeFlower, clock: VirtualClock):
         make_grid(flower, clock, connect_seconds=2.0)
 
 
-def test_node_that_cannot_run_a_site_is_an_error(clock: VirtualClock):
+def test_node_that_cannot_run_a_site_is_an_error(
+    flower: FakeFlower, clock: VirtualClock
+):
     """Its reason is in the message, without the traceback."""
-    flower = FakeFlower()
     reason = "Traceback ...\nException occurred. Message: No module named 'deploy'"
     flower._app = lambda message, _: Message(Error(1, reason), reply_to=message)
     with pytest.raises(SiteError, match="cannot run a site: No module named 'deploy'"):
