@@ -273,3 +273,8 @@ def _readouts(figure: Figure) -> str:
             f'<text y="{top:.0f}">{text}</text></g></g>'
         )
     return re.sub(r"(fill): (#\w{6})", _theme, "".join(parts))
+
+
+def themed(colour: str) -> str:
+    """A colour of a figure as CSS, which follows the page's where it has one."""
+    return f"var(--{_THEME[colour]})" if colour in _THEME else colour

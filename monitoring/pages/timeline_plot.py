@@ -10,6 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from federation.events import SiteFailed
 from federation.messages import Phase
 from monitoring.pages.figures import (
+    DOWN_COLOUR,
     FAINT,
     LOST,
     QUIET,
@@ -39,7 +40,7 @@ PHASES = {
     "checkpoint": "#2f7d57",
     _OTHER: "#8f8f3a",
     _WAITING: "#eceff3",
-    "awaited": "#c9d3de",
+    "awaited": DOWN_COLOUR,
     _FAILED: LOST,
 }
 _LABEL_SHARE = 0.07  # of the width, for the label of a round

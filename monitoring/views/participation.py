@@ -91,7 +91,9 @@ class Participation:
             )
         if self.fairness is not None:
             counts = self.counts.values()
+            low, high = min(counts), max(counts)
+            number = f"{low:,}" if low == high else f"{low:,} to {high:,}"
             yield (
-                f"each site's update counted in {min(counts):,} to {max(counts):,} "
-                f"rounds; Jain's index {self.fairness:.2f}"
+                f"each site's update counted in {number} rounds; Jain's index "
+                f"{self.fairness:.2f}"
             )

@@ -14,6 +14,7 @@ from typing import Any
 
 from federation.events import Event, RunFinished, RunStarted, SiteFailed
 from monitoring.pages import plots, report
+from monitoring.pages.figures import themed
 from monitoring.pages.timeline_plot import MAX_ROUNDS_IN_TIMELINE, PHASES, bars
 from monitoring.runs.run_folder import RunFolder
 from monitoring.terminal.progress import PlainProgress
@@ -286,5 +287,5 @@ def timeline(
         "rounds": [(row.index, row.started_at - start) for row in rows],
         "seconds": max((begin + seconds for _, begin, seconds, _ in drawn), default=0),
         "bars": drawn,
-        "colours": {name: c for name, c in PHASES.items() if name in shown},
+        "colours": {n: themed(c) for n, c in PHASES.items() if n in shown},
     }

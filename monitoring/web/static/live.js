@@ -22,7 +22,8 @@ function showSections(sections) {
     place.querySelectorAll(".scroll, pre").forEach((e, index) => {
       const [left, top, atEnd] = scrolled[index] || [0, 0, true];
       e.scrollLeft = left;
-      e.scrollTop = e.tagName === "PRE" && atEnd ? e.scrollHeight : top;
+      const newestLast = e.tagName === "PRE" || id === "rounds";
+      e.scrollTop = newestLast && atEnd ? e.scrollHeight : top;
     });
   }
 }
