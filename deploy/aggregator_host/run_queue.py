@@ -63,6 +63,9 @@ _COUNTED = tuple(
 
 MISSED_LOOKS = 3
 
+# How long a round waits for sites to come back: see ``cloud_adapters.flower.presence``.
+RETURN_SECONDS = 90.0
+
 # Starts of a coordinator without a single round in between.
 MAX_FRUITLESS_STARTS = 5
 
@@ -183,12 +186,16 @@ class QueuedRun:
         return begun and self.run.is_ended()
 
     def hangs(self, now: float, *, connect_seconds: float) -> bool:
-        """Whether its coordinator has done nothing for longer than a round may take."""
+        """Whether its coordinator has done nothing for longer than a round may take.
+
+        Before a round's deadline begins, it may wait for sites that were disconnected.
+        """
         if self.coordinator is None or self.is_finishing:
             return False
         started = self.coordinator.at
         begun = _written(self.run.events) >= started
         limit = self.request.deadline_seconds if begun else connect_seconds
+        limit += RETURN_SECONDS if begun else 0.0
         limit += max(MARGIN_SECONDS, MARGIN_SHARE * limit)
         return now - max(started, _progressed(self.run)) > limit
 

@@ -355,6 +355,12 @@ def _cell(value: Any) -> str:
 
 def _watch(options: argparse.Namespace) -> int:
     if remote_runs.is_remote(options):
+        if options.web:
+            raise JobError(
+                "the page is served where the run's files are: use it at the "
+                "aggregator",
+                key="--web",
+            )
         return remote_runs.watch(options)
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 

@@ -136,6 +136,7 @@ class Changes:
         return {
             "title": page.title,
             "is_over": page.is_over,
+            "is_live": page.is_live,
             "sections": sections,
             "charts": changed,
             "timeline": page.timeline,

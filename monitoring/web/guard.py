@@ -26,7 +26,8 @@ _POLICY = (
 _HEADERS = {
     "content-security-policy": _POLICY,
     "cache-control": "no-store",
-    "referrer-policy": "no-referrer",
+    # Not no-referrer: then browsers send the Origin of a form as null.
+    "referrer-policy": "same-origin",
     "x-content-type-options": "nosniff",
     "cross-origin-resource-policy": "same-origin",
 }

@@ -58,6 +58,7 @@ class Page:
 
     Attributes:
         title: The job's name, and how far the run is.
+        is_live: Whether a process works on the run.
         is_over: Whether nothing more will happen.
         sections: HTML by the id of its place.
         charts: Figures by name.
@@ -65,6 +66,7 @@ class Page:
     """
 
     title: str
+    is_live: bool
     is_over: bool
     sections: Mapping[str, str]
     charts: Mapping[str, Chart]
@@ -114,10 +116,9 @@ class RunFeed:
         if not self._fold.has_started:
             return None
         view = self._fold.view()
+        is_live = self._run.is_locked()
         if whole or self._whole is None:
-            sections = report.render_sections(
-                view, SECTIONS, is_live=self._run.is_locked()
-            )
+            sections = report.render_sections(view, SECTIONS, is_live=is_live)
             shown = [site.site for site in plots.shown_sites(view)]
             self._whole = sections, charts(view), shown
         tables, drawn, sites = self._whole
@@ -125,9 +126,10 @@ class RunFeed:
         return Page(
             title=f"{view.started.job_name} {done}",
             is_over=self.is_over,
+            is_live=is_live,
             sections={
                 **tables,
-                "now": _now(view, now),
+                "now": _now(view, now, is_live=is_live),
                 "log": _log(self._log, self._tail.damaged),
             },
             charts=drawn,
@@ -135,7 +137,7 @@ class RunFeed:
         )
 
 
-def _now(view: RunView, now: float) -> str:
+def _now(view: RunView, now: float, *, is_live: bool) -> str:
     """The round in progress: who is awaited, and what failed."""
     row = view.current
     answered = {} if row is None else {found.site: found for found in row.reports}
@@ -146,6 +148,8 @@ def _now(view: RunView, now: float) -> str:
         .get_template("now.html.j2")
         .render(
             view=view,
+            is_live=is_live,
+            away=[] if view.left_out is None else list(view.left_out.named()),
             row=row,
             awaited=silent[:MAX_AWAITED],
             num_silent=len(silent),

@@ -55,12 +55,13 @@ def test_verbs_and_options_are_frozen() -> None:
     job = {"job", "--set", "--seed"}
     here = {"deployment", "--provider"}
     passphrase = {"--passphrase-file"}
+    web = {"--web", "--port"}
     run = {"--out", "--resume", "--extend", "--engine", "--transcript", "--no-report"}
     key = {"--encryption-key", "--encryption-endpoint"}
     service = key | {"--endpoint", "--region", "--bucket-owner"}
     place = service | {"place", "--root"}
     assert verbs_of(_parser()) == {
-        "simulate": common | job | run,
+        "simulate": common | job | run | web,
         "check-job": common | job | {"--speeds"},
         "find-rate": common | job | {"--site", "--low", "--high", "--steps"},
         "audit": common | job | {"--site", "--canaries", "--confidence", "--out"},
@@ -68,7 +69,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "new": common | {"folder", "--from", "--list"},
         "completion": common | {"shell"},
         "report": common | {"run", "--out", "--root"},
-        "runs": common | {"--root"},
+        "runs": common | web | {"--root"},
         "keys": {"-h", "--help"},
         "keys new": common | passphrase | {"name", "--out"},
         "keys show": common | passphrase | {"file"},
@@ -110,16 +111,25 @@ def test_verbs_and_options_are_frozen() -> None:
         | {"--aws-role", "--gcp-service-account", "--project", "--relay"},
         "aggregator revoke": common | {"site", "--config"},
         "aggregator sites": common | {"--config"},
+        "aggregator page": common | {"--config"},
+        "aggregator owners": {"-h", "--help"},
+        "aggregator owners add": common
+        | {"--config", "name", "--weight", "--max-priority", "--quota"},
+        "aggregator owners list": common | {"--config"},
+        "aggregator owners revoke": common | {"--config", "name"},
         "enroll": common
         | {"token", "--renew", "--roster", "--folder", "--organisation", "--accept"}
         | {"--platform", "--region"},
         "site": {"-h", "--help"},
         "site up": common | {"--config", "--take-over"},
         "site relay": common | {"--config", "--port"},
+        "site status": common | {"--config"},
         "site model": common | {"run", "model", "--out", "--config"},
-        "run": common | job | {"--aggregator", "--detach", "--resume", "--extend"},
+        "run": common
+        | job
+        | {"--aggregator", "--detach", "--resume", "--extend", "--owner", "--priority"},
         "ps": common | {"--aggregator"},
-        "watch": common | {"run", "--aggregator"},
+        "watch": common | web | {"run", "--aggregator"},
         "stop": common | {"run", "--aggregator"},
         "logs": common | {"run", "--aggregator", "--follow"},
         "plan": common

@@ -17,6 +17,7 @@ DOORS = {
     "crossfed/running.py": 1,
     "deploy/cli/commands.py": 1,
     "deploy/aggregator_host/server_app.py": 1,
+    "deploy/aggregator_host/monitor_process.py": 1,
     "deploy/wiring/flower_engine.py": 1,
     "deploy/wiring/simulation.py": 1,
     "deploy/audit/audit.py": 1,

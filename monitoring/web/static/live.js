@@ -121,7 +121,7 @@ function follow() {
     showSections(change.sections);
     showCharts(change.charts);
     if (change.timeline) showTimeline(change.timeline);
-    say(change.is_over ? "ended" : "live");
+    say(change.is_over ? "ended" : change.is_live ? "live" : "interrupted", !change.is_over && !change.is_live);
     if (!change.is_over) return;
     source.close(); // With the run may end who serves this page.
     document.querySelectorAll("nav form").forEach((form) => form.remove());

@@ -45,6 +45,8 @@ CALLERS = {
     "aggregator/checkpoint_objects.py": "the digest in the manifest, or of it",
     # tests/contract/test_site_state.py
     "clients/training/site_state.py": "the digest in its second line",
+    # tests/unit/clients/test_private_kept_steps.py
+    "clients/training/kept_steps.py": "nothing: a charge of no steps has no answer",
     # tests/unit/clients/test_home_copies.py
     "clients/home/folder_copy.py": "the digest of each piece in the head",
     "deploy/tools/rewrap.py": "the whole object, before it counts as in clear",

@@ -16,6 +16,7 @@ from support import toy_sites
 
 from cloud_adapters.flower import simulation as flower_simulation
 from cloud_adapters.flower.facts import Connected
+from deploy.aggregator_host import run_queue
 from federation.clock import VirtualClock
 from federation.errors import FederationError, ProtocolError, SiteError
 from federation.ids import RunId, SiteId
@@ -986,3 +987,8 @@ def test_app_sets_the_threads_of_arithmetic(flower: FakeFlower):
     finally:
         torch.set_num_threads(before)
     assert threads == [3]
+
+
+def test_coordinators_may_wait_as_long_as_their_rounds_do():
+    """The queue ends those that note nothing for longer; it does not know Flower."""
+    assert run_queue.RETURN_SECONDS == flower_presence.RETURN_SECONDS

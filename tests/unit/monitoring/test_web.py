@@ -86,6 +86,22 @@ def test_damaged_and_torn_lines_cost_only_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_killed_run_is_not_shown_as_going_on(tmp_path: Path) -> None:
+    """Nobody waits for its sites, and it has no time left."""
+    run = RunFolder(tmp_path)
+    events = event_samples.run(Script(rounds=6))
+    _write(run, events[: len(events) // 2])
+    killed = _page(RunFeed(run))
+    assert not killed.is_live
+    assert "was interrupted" in killed.sections["now"]
+    assert "Waits for" not in killed.sections["now"]
+    with run.locked():
+        going = _page(RunFeed(run))
+    assert going.is_live
+    assert "was interrupted" not in going.sections["now"]
+
+
+@pytest.mark.slow
 def test_names_and_messages_are_text(tmp_path: Path) -> None:
     """Whatever a site may choose is escaped wherever the page shows it."""
     run = RunFolder(tmp_path)
@@ -179,6 +195,8 @@ def test_token_opens_the_pages(client: TestClient) -> None:
     page = client.get(RUN)
     assert page.status_code == 200
     assert "default-src 'none'" in page.headers["content-security-policy"]
+    # With no-referrer a browser names no Origin, and its own forms are refused.
+    assert page.headers["referrer-policy"] == "same-origin"
     assert client.get("/static/live.js").status_code == 200
     assert client.get("/runs/another").status_code == 404
     assert client.get("/compare?run=another").status_code == 404
