@@ -150,7 +150,7 @@ def _ways(spec: AlertSpec) -> Iterator[tuple[str, Send]]:
         def run(text: str) -> None:
             subprocess.run(  # noqa: S603 -- the operator's own command, no shell
                 spec.command,
-                input=text.encode(),
+                input=f"{text}\n".encode(),
                 check=True,
                 timeout=SEND_SECONDS,
                 stdout=subprocess.DEVNULL,

@@ -72,8 +72,8 @@ class Token:
         found = _TOKEN.fullmatch(text.strip()) or _OPEN_TOKEN.fullmatch(text.strip())
         if found is None:
             raise EnrolmentRefused(
-                "this is no token: copy all of what `crossfed aggregator invite` "
-                "printed, from crossfed-1 on"
+                "this is no token: copy all of what `crossfed aggregator invite`, or "
+                "`owners add`, printed, from crossfed-1 on"
             )
         try:
             parse_address(found["address"], key="token")

@@ -196,7 +196,7 @@ def test_command_gets_the_text(tmp_path: Path) -> None:
     spec = AlertSpec(command=("/bin/sh", "-c", f"cat > {path}"))
     ((_, send),) = places([spec]).items()
     send("hello; $(touch /nowhere)")
-    assert path.read_text() == "hello; $(touch /nowhere)"
+    assert path.read_text() == "hello; $(touch /nowhere)\n"
 
 
 def test_email_is_sent() -> None:
