@@ -206,7 +206,8 @@ def measures(args: argparse.Namespace) -> Iterator[Row]:
         print(f"nothing is deployed: {why}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        os.chdir(folder)  # The model's file is found from there.
+        os.chdir(folder)
+        code_files.look_in(folder)  # Whatever folders the caller's environment names.
         (folder / "model.py").write_text(MODEL)
         if args.smoke or why:
             for way, job in jobs.items():

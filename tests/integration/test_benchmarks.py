@@ -142,9 +142,7 @@ def test_script_prints_the_machine_and_figures(
         str(tmp_path / word) if word in {"JOB", "POISONED"} else word
         for word in SHORT[name].split()
     ]
-    # A fork knows the folders of other tests' code, and looks for model.py there.
-    forked = None if name == "virtual_accuracy" else server
-    machine, *figures = run(name, *arguments, server=forked)
+    machine, *figures = run(name, *arguments, server=server)
     assert machine["benchmark"] == name
     assert figures
 
