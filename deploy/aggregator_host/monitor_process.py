@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +22,11 @@ from federation.errors import FederationError
 from federation.protocols import Clock
 
 if TYPE_CHECKING:
+    from monitoring.web.alerts import Alert
     from monitoring.web.run_metrics import RunsCollector
 
 LOOK_SECONDS = 2.0
+RECENT_SECONDS = 86_400.0
 _PYTHON = [sys.executable, "-P", "-m", "crossfed.child"]
 
 
@@ -73,10 +76,26 @@ def serve(config: AggregatorConfig, stopped: threading.Event) -> None:
             if not delivery.places:
                 continue
             now = clock.now()
-            found = [*alerts.of_host(host.facts(), now)]
-            for name, run in collector.look().items():
-                found += alerts.of_run(name, run, now)
-            delivery.deliver(found)
+            of_host = alerts.of_host(host.facts(), now)
+            delivery.deliver([*of_host, *_of_runs(config, collector, now)])
+
+
+def _of_runs(
+    config: AggregatorConfig, collector: "RunsCollector", now: float
+) -> Iterator["Alert"]:
+    """Alerts of runs that go on, or have ended not long ago."""
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415
+    from monitoring.web import alerts  # noqa: PLC0415
+    from monitoring.web.run_metrics import RunNumbers  # noqa: PLC0415
+
+    known = collector.look()
+    for one in run_queue.handed_over(config.runs).runs:
+        numbers = known.get(one.run.path.name)
+        numbers = numbers or RunNumbers(job=one.run.path.parent.name)
+        status = "" if one.outcome is None else one.status
+        # Whoever asks for alerts today need not hear of last year's runs.
+        if not status or now < one.ended_at + RECENT_SECONDS:
+            yield from alerts.of_run(one.run.path.name, numbers, now, status=status)
 
 
 def _page(

@@ -200,6 +200,11 @@ class QueuedRun:
         return now - max(started, _progressed(self.run)) > limit
 
     @property
+    def ended_at(self) -> float:
+        """When its outcome was left, seconds since 1970; 0 before."""
+        return _written(self.run.path / OUTCOME)
+
+    @property
     def rounds(self) -> int:
         """Rounds that are completed; counted from all events at each call."""
         return _completed_rounds(self.run)

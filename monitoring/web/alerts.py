@@ -50,23 +50,28 @@ class HostFacts:
     knocks: Mapping[str, int]
 
 
-def of_run(name: str, run: RunNumbers, now: float) -> Iterator[Alert]:
+def of_run(
+    name: str, run: RunNumbers, now: float, *, status: str = ""
+) -> Iterator[Alert]:
     """Yield the alerts of a run.
 
     Args:
         name: What commands call it.
         run: Its numbers.
         now: Seconds since 1970.
+        status: How it ended, if that is known from elsewhere: a coordinator that was
+            killed, or never began, writes no last event.
     """
     about = f"run {name} ({run.job})"
-    if run.status == "failed":
+    status = status or run.status
+    if status == "failed":
         yield Alert(
             key=f"{name}/failed",
             text=f"{about} has failed. crossfed logs {name} says why; crossfed run JOB "
             "--resume continues from its newest checkpoint.",
         )
     yield from _of_budget(name, about, run)
-    if run.status != RUNNING:
+    if status != RUNNING:
         return
     yield from _of_round(name, about, run, now)
     for site, rounds in run.silent.items():

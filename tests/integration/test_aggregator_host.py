@@ -6,10 +6,10 @@ import os
 import re
 import socket
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -28,8 +28,12 @@ from support.deployment import (
 from support.event_samples import Script
 from support.forked import shared
 from support.programs import needs
+from support.small_jobs import small_job
 
+from deploy.aggregator_host import monitor_process, run_queue
+from deploy.aggregator_host.run_queue import Outcome
 from federation.event_log import EventWriter
+from monitoring.runs.run_folder import RunFolder
 
 pytestmark = [
     pytest.mark.slow,
@@ -228,15 +232,17 @@ def test_failed_run_wakes_the_operator(host: Deployment):
     told, config = host.folder / "told", Path(host.config)
     alerts = f'[[alerts]]\ncommand = ["/bin/sh", "-c", "cat >> {told}"]\n'
     config.write_text(f"{config.read_text()}\n{alerts}")
-    run = host.folder / "aggregator" / "runs" / "job" / "20260101-000000-abcdef"
-    *events, last = event_samples.run(Script(rounds=3))
-    with EventWriter(run / "events.jsonl") as log:
-        for event in events:
-            log(event)
-        host.start_aggregator()
-        wait_for(lambda: _health(host) == 200, "the service is well")
-        log(replace(last, status="failed"))
+    runs = host.folder / "aggregator" / "runs" / "job"
+    # No site has accepted its job: there is no event, only what came of it.
+    for name, age in (("new", 0.0), ("old", 2 * monitor_process.RECENT_SECONDS)):
+        run = RunFolder(runs / name)
+        run_queue.submit(small_job(), run, at=0.0)
+        run_queue.leave_outcome(run, Outcome(code=1, message="no site accepts it"))
+        at = time.time() - age
+        os.utime(run.path / run_queue.OUTCOME, (at, at))
+    host.start_aggregator()
     wait_for(lambda: told.exists() and "failed" in told.read_text(), "the alert")
     record = host.folder / "aggregator" / "alerts.json"
     wait_for(record.exists, "a note of what was told")
     assert told.read_text().count("failed") == 1
+    assert "run new (job)" in told.read_text()

@@ -108,8 +108,7 @@ def test_loss_that_rises_or_is_no_number() -> None:
 
 def test_failed_run() -> None:
     run = _run(_going())
-    run.status = "failed"
-    (alert,) = alerts.of_run("r", run, START)
+    (alert,) = alerts.of_run("r", run, START, status="failed")
     assert alert.key == "r/failed"
     assert "crossfed logs r" in alert.text
 
