@@ -1,6 +1,8 @@
 """Ports of the aggregator's host: free ones, and ones in use."""
 
+import random
 import socket
+from pathlib import Path
 
 from federation.errors import FederationError
 from federation.protocols import Clock
@@ -9,6 +11,10 @@ LOOPBACK = "127.0.0.1"
 # What a killed service has left ends by itself, within this time.
 PATIENCE_SECONDS = 20.0
 _LOOK_SECONDS = 0.2
+# From here to where the system's own choice begins.
+_LOWEST_PORT = 10_000
+_SYSTEM_CHOOSES = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_NUM_TRIES = 100
 
 
 class PortTaken(FederationError):
@@ -16,10 +22,27 @@ class PortTaken(FederationError):
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port of an address of this host that is free now."""
+    """A port of an address of this host that is free now.
+
+    It is below those that the system gives to outgoing connections, one of which could
+    hold it when a server wants to listen there, perhaps after a restart.
+    """
+    for _ in range(_NUM_TRIES):
+        port = random.randrange(_LOWEST_PORT, _first_of_the_system())  # noqa: S311 -- no secret
+        if _complaint(host, port) is None:
+            return port
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _first_of_the_system() -> int:
+    """The lowest port that the system may give to an outgoing connection."""
+    try:
+        first = int(_SYSTEM_CHOOSES.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 32_768
+    return max(first, _LOWEST_PORT + 1)
 
 
 def await_free(

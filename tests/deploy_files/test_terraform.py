@@ -11,10 +11,11 @@ from typing import Any
 
 import boto3
 import pytest
-from support.deployment import free_port, wait_for
+from support.deployment import wait_for
 from support.programs import needs, program
 
 from cloud_adapters.identity import aws_policies, gcp_policies
+from cloud_adapters.net.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 MODULES = Path("deploy") / "terraform"

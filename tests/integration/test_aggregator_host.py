@@ -22,7 +22,6 @@ from support.deployment import (
     crossfed,
     crossfed_here,
     descendants,
-    free_port,
     wait_for,
 )
 from support.event_samples import Script
@@ -30,6 +29,7 @@ from support.forked import shared
 from support.programs import needs
 from support.small_jobs import small_job
 
+from cloud_adapters.net.ports import free_port
 from deploy.aggregator_host import monitor_process, run_queue
 from deploy.aggregator_host.run_queue import Outcome
 from federation.event_log import EventWriter

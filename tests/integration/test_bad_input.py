@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from support import proxy_server
-from support.deployment import crossfed, free_port
+from support.deployment import crossfed
 from support.enrolments import Federation
 from support.programs import needs
 from support.proxy_server import RunningProxy
 
+from cloud_adapters.net.ports import free_port
 from deploy.doctor import site as doctor_site
 from deploy.doctor.checks import Check
 from federation.clock import SystemClock, VirtualClock

@@ -21,11 +21,12 @@ from integration.test_cloud_sites import (
 from support.deployment import (
     CLOCK,
     crossfed_here as crossfed,
-    free_port,
     wait_for,
 )
 from support.forked import Forked, shared
 from support.programs import needs
+
+from cloud_adapters.net.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,

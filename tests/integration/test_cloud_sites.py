@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from support import fake_gce, fake_platforms
-from support.deployment import crossfed_here as crossfed, free_port, wait_for
+from support.deployment import crossfed_here as crossfed, wait_for
 from support.ec2_server import IMAGE, REGION, Ec2Server
 from support.fake_gce import FakeGce
 from support.fake_imds import FakeImds
@@ -26,6 +26,7 @@ from support.fake_platforms import ACCOUNT, EMAIL, ROLE, CheckingSts, GoogleMach
 from support.forked import Forked, shared
 from support.programs import needs
 
+from cloud_adapters.net.ports import free_port
 from deploy.exit_codes import BAD_JOB, FAILED
 from federation.clock import SystemClock
 from privacy.secagg.agreement import roster

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.deployment import crossfed_here as crossfed, free_port, wait_for
+from support.deployment import crossfed_here as crossfed, wait_for
 from support.fake_kube import IMAGE, NAMESPACE, FakeKube, KubeError
 from support.forked import Forked, shared
 from support.pod_process import PodProcess
 from support.programs import needs
 
 from cloud_adapters.identity import platforms
+from cloud_adapters.net.ports import free_port
 from deploy.exit_codes import BAD_JOB, FAILED
 from privacy.secagg.agreement import roster
 

@@ -13,6 +13,7 @@ from support.enrolments import Federation
 from support.programs import needs
 from support.proxy_server import RunningProxy
 
+from cloud_adapters.net.ports import free_port
 from deploy.aggregator_host import enrolment_http, enrolment_operator, host_facts
 from deploy.doctor import site as doctor_site
 from deploy.doctor.checks import Check
@@ -196,9 +197,7 @@ def test_name_that_is_not_in_the_certificate(host: Host):
 
 def test_nobody_there(host: Host):
     """The address, and what to look at."""
-    token = replace(
-        host.invite("site-d"), address=f"127.0.0.1:{proxy_server.free_port()}"
-    )
+    token = replace(host.invite("site-d"), address=f"127.0.0.1:{free_port()}")
     with pytest.raises(EnrolmentRefused, match="aggregator up is running"):
         host.enroll(token)
 
@@ -226,7 +225,7 @@ def test_service_that_is_down(tmp_path: Path):
     federation = Federation(folder=tmp_path, clock=SystemClock())
     authority = Authority.load(federation.aggregator, clock=SystemClock())
     with proxy_server.serve_before(
-        federation.aggregator, authority, service_port=proxy_server.free_port()
+        federation.aggregator, authority, service_port=free_port()
     ) as proxy:
         token = replace(federation.invite("site-a"), address=proxy.address)
         with pytest.raises(EnrolmentRefused, match="it may be starting"):

@@ -158,9 +158,9 @@ def test_groups_do_not_wait_for_a_site_whose_group_is_lost():
 
 def test_sites_take_no_more_steps_when_a_run_is_over(monkeypatch: pytest.MonkeyPatch):
     """A process that ends while a thread is inside torch may be aborted by it."""
-    monkeypatch.setattr(inproc_grid, "CLOSING_SECONDS", 3.0)
+    monkeypatch.setattr(inproc_grid, "CLOSING_SECONDS", 90.0)
     schedule = {"round_deadline_seconds": 0.5, "minimum_sites": 3, "max_lost_rounds": 1}
-    job = digits(schedule=schedule, training={"local_steps": 20_000})
+    job = digits(schedule=schedule, training={"local_steps": 500_000})
     before = set(threading.enumerate())
     with pytest.raises(QuorumNotMet, match=r"raise schedule.round_deadline_seconds"):
         run(job)

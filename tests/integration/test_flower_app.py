@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
-from support import proxy_server
 from support.deployment import (
     SITES,
     Deployment,
@@ -22,6 +21,8 @@ from support.deployment import (
 )
 from support.forked import program, shared
 from support.programs import needs
+
+from cloud_adapters.net.ports import free_port
 
 APP = Path(__file__).parents[1] / "support" / "flower_lab"
 POLICY = """
@@ -95,7 +96,7 @@ def start_supernode(made: Deployment, told: str) -> None:
     made.processes["supernode"] = shared().start(
         *arguments,
         f'app="{APP}" {node}',
-        *("--port", str(proxy_server.free_port())),
+        *("--port", str(free_port())),
         out=log,
         err=log,
         environment=environment,

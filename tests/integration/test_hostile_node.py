@@ -25,6 +25,7 @@ from support import proxy_server
 from support.programs import needs
 
 from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.net.ports import free_port
 from cloud_adapters.nginx import config as proxy
 from cloud_adapters.nginx.config import FLEET_CALLS, ProxySettings
 from cloud_adapters.superlink.answer_limits import Limits
@@ -126,11 +127,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         contextlib.ExitStack() as stack,
     ):
         authority = Authority.load(folder, clock=SystemClock())
-        port = proxy_server.free_port()
+        port = free_port()
         at = ProxySettings(
             listen=f"127.0.0.1:{port}",
             superlink_port=int(server.address.rpartition(":")[2]),
-            service_port=proxy_server.free_port(),
+            service_port=free_port(),
             folder=folder,
             work=folder / "proxy",
             upstream_name="127.0.0.1",

@@ -7,10 +7,11 @@ from shutil import copy
 
 import pytest
 from safetensors.numpy import load_file
-from support.deployment import Deployment, deployed, free_port, wait_for
+from support.deployment import Deployment, deployed, wait_for
 from support.programs import needs
 from support.small_jobs import small_job
 
+from cloud_adapters.net.ports import free_port
 from cloud_adapters.storage.disk.store import LocalStore
 from deploy.wiring.simulation import simulate
 from federation.job.spec import JobSpec

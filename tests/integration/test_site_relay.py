@@ -18,6 +18,7 @@ from support.programs import needs
 from support.proxy_server import RunningProxy, wait_for
 
 from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.net.ports import free_port
 from cloud_adapters.nginx.config import MAX_FLEET_BYTES
 from federation.clock import SystemClock
 from federation.errors import FederationError, JobError
@@ -236,7 +237,7 @@ def test_aggregator_that_is_away_is_tried_again(
     certificate = text.split('"')[3]
     folder = site_folder(tmp_path / "lab", proxy, certificate)
     away = (folder / "site.toml").read_text()
-    away = away.replace(proxy.address, f"127.0.0.1:{proxy_server.free_port()}")
+    away = away.replace(proxy.address, f"127.0.0.1:{free_port()}")
     (folder / "site.toml").write_text(away)
     lost = Relay(folder)
     thread = threading.Thread(target=lost.run)

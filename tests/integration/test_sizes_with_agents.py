@@ -12,11 +12,12 @@ from integration import test_cloud_sites
 from integration.test_cloud_sites import AWS_SITE, GCP_SITE, RELEASE, Clouds, Machine
 from safetensors.numpy import load_file
 from support import slow_models
-from support.deployment import free_port, wait_for
+from support.deployment import wait_for
 from support.ec2_server import IMAGE, REGION
 from support.fake_platforms import ACCOUNT, ROLE
 from support.programs import needs
 
+from cloud_adapters.net.ports import free_port
 from deploy.wiring.simulation import simulate
 from federation.job import job_file
 

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from unittest import mock
 from support import superlink_state
 from support.forked import Forked, Server, shared
 
+from cloud_adapters.net.ports import free_port
 from deploy.cli import commands
 from federation.clock import SystemClock
 from federation.job import code_files
@@ -289,12 +289,6 @@ def is_alive(pid: int) -> bool:
     return bool(command_of(pid))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def deployed(
     folder: Path,
@@ -330,8 +324,7 @@ def deployed(
         superlink_state.place(folder / "aggregator" / "flower" / "state.db")
     try:
         made.start_aggregator()
-        log = folder / "aggregator.log"
-        wait_for(lambda: _is_healthy(made), f"the aggregator ({log})")
+        _await_health(made)
         for site in sites:
             made.enrol(site, *(["--relay"] if site in relays else []))
         for site in sites:
@@ -341,6 +334,13 @@ def deployed(
         yield made
     finally:
         made.stop()
+
+
+def _await_health(made: Deployment) -> None:
+    process, log = made.processes["aggregator"], made.folder / "aggregator.log"
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: _is_healthy(made) or process.poll() is not None, "it answers")
+    assert _is_healthy(made), f"the aggregator does not answer: {log.read_text()}"
 
 
 def _is_healthy(made: Deployment) -> bool:

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from cloud_adapters.net.ports import free_port
 from cloud_adapters.nginx import config as proxy, processes as proxy_processes
 from cloud_adapters.nginx.config import ProxySettings
 from federation.clock import SystemClock
@@ -204,12 +205,6 @@ def _is_up(settings: ProxySettings, process: subprocess.Popen[bytes]) -> bool:
         raise Ended(settings.listen)
     path = settings.pid_file
     return path.exists() and path.read_text().strip() == str(process.pid)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 def installed() -> bool:

@@ -35,6 +35,7 @@ from flwr.supercore.fab import Fab
 from support import forked as forks, superlink_state
 from support.forked import Forked
 
+from cloud_adapters.net.ports import free_port
 from cloud_adapters.superlink.answer_limits import Limits
 from cloud_adapters.superlink.guard import SecretSender, control_word
 from deploy.aggregator_host import (
@@ -245,7 +246,7 @@ class SuperLink:
             [_BIN / "flower-supernode"],
             *("--root-certificates", "ca.crt", "--superlink", self.address),
             *("--auth-supernode-private-key", f"{name}.key"),
-            *("--port", str(_free_port())),
+            *("--port", str(free_port())),
             **environment,
         )
 
@@ -347,7 +348,7 @@ def serve(
     forked: bool = False,
 ) -> Iterator[SuperLink]:
     """Run a SuperLink and a ServerApp until the end of the block."""
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     running = SuperLink(folder, address, database, limits, forked)
     # A ServerApp cannot read in folders that are made beside its secrets later.
     for name in ("home", "store", "scratch"):
@@ -380,9 +381,3 @@ def wait_for(
             return found
         time.sleep(0.05)
     raise AssertionError(f"waited {seconds:g} s in vain until {what}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
