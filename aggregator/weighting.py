@@ -49,18 +49,19 @@ class SignedCounts:
     held_out: int
 
 
-_NOBODY: Mapping[SiteId, int] = MappingProxyType({})
 _UNKNOWN: Mapping[SiteId, SignedCounts] = MappingProxyType({})
 
 
-def weight_of(rule: str, *, introduced: Mapping[SiteId, int] = _NOBODY) -> Weighting:
+def weight_of(
+    rule: str, *, introduced: Mapping[SiteId, SignedCounts] = _UNKNOWN
+) -> Weighting:
     """Return the weighting that a job names.
 
     Args:
         rule: ``examples``, ``uniform`` or ``dynamic``.
-        introduced: Training examples that sites have said they hold, before the first
-            round. Updates of these sites that claim more are refused, whatever the
-            rule; those of other sites are bounded only by ``MAX_EXAMPLES``.
+        introduced: What sites have signed of their data. Updates of these sites that
+            claim more training examples are refused, whatever the rule; those of other
+            sites are bounded only by ``MAX_EXAMPLES``.
     """
     rules: dict[str, Weighting] = {
         "examples": by_examples,
@@ -70,12 +71,12 @@ def weight_of(rule: str, *, introduced: Mapping[SiteId, int] = _NOBODY) -> Weigh
     weigh = rules[rule]
 
     def weigh_held(update: SiteUpdate) -> float:
-        most = introduced.get(update.site)
-        if most is not None and update.num_examples > most:
+        said = introduced.get(update.site)
+        if said is not None and update.num_examples > said.examples:
             raise InvalidUpdate(
                 f"site {update.site!r} claims {update.num_examples} training examples, "
-                f"but introduced itself with {most}: if its data has grown, stop the "
-                "run and resume it"
+                f"but introduced itself with {said.examples}: if its data has grown, "
+                "stop the run and resume it"
             )
         return weigh(update)
 

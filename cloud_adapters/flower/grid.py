@@ -163,7 +163,7 @@ class FlowerGrid:
             pause=self._pause,
             is_told=not delivery.is_simulated,
         )
-        self._nodes = attendance.find_nodes(
+        self._nodes, self._look_late = attendance.find_nodes(
             api, sites, workers=delivery.workers, clock=clock, pause=self._pause
         )
 
@@ -223,6 +223,7 @@ class FlowerGrid:
             for batch in self._batches:
                 self._push(batch)
             # Before the look for answers: one that leaves answers first.
+            self._look_late()
             silent = self._presence.silent({*self._nodes.values()})
             ready = deque(self._pull_all())
             for batch in self._batches:
@@ -369,7 +370,7 @@ class FlowerGrid:
 
     def _pack(self, task: Asked) -> PackedFrame | SiteFailure:
         if task.site not in self._nodes:
-            return failure(task, FailureKind.UNREACHABLE, "was never connected")
+            return failure(task, FailureKind.UNREACHABLE, "has not connected")
         try:
             if isinstance(task, RelayedTasks):
                 return self._delivery.frames.send_whole(down_frames(task.tasks))

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from flwr.app import Message, RecordDict
@@ -22,6 +23,11 @@ CONNECT_SECONDS = 60.0
 # How long sites that are missing may still come, once a node has answered something
 # that cannot be believed, or that ends the run: then all faults are named at once.
 DOUBT_SECONDS = 15.0
+# How long a run that has begun waits for the others once enough sites are there: for as
+# long as an agent takes to connect again. They may come later, too.
+SPARE_SECONDS = 30.0
+# Then it looks for them so often.
+LATE_LOOK_SECONDS = 1.0
 # Before a site that could not take part is asked again: it loads its data anew.
 AGAIN_SECONDS = 5.0
 # How long nodes may take to hear what needs no answer: idle ones look twice a second.
@@ -77,6 +83,9 @@ class Attendance:
         quorum: Sites without which an exchange is of no use; 0 to wait for none.
         connect_seconds: How long to wait for the nodes, and for the answers to each
             further question of the handshake.
+        spare_seconds: How long to wait, at most, after enough sites are there and none
+            of the others has shown that it works on its answer; None to take in nobody
+            who comes later.
         tell: Called whenever other sites are there or connected.
     """
 
@@ -86,6 +95,7 @@ class Attendance:
     required: int | None = None
     quorum: int = 1
     connect_seconds: float = CONNECT_SECONDS
+    spare_seconds: float | None = None
     tell: Tell = field(default=lambda _found: None)
 
     def find_nodes(
@@ -96,7 +106,7 @@ class Attendance:
         workers: int | None = None,
         clock: Clock,
         pause: Callable[[], None],
-    ) -> dict[SiteId, int]:
+    ) -> tuple[dict[SiteId, int], Callable[[], None]]:
         """Find the node of each site, until all are there or time is up.
 
         Args:
@@ -107,7 +117,8 @@ class Attendance:
             pause: Waits between two looks.
 
         Returns:
-            The node of each site that is there.
+            The node of each site that is there, and what looks for those that are not:
+            it adds them when they come.
 
         Raises:
             SiteError: Too few sites are there, one refuses the run or cannot run, or
@@ -117,7 +128,7 @@ class Attendance:
         wait = _Patience(deadline=deadline, clock=clock, pause=pause, tell=self.tell)
         if self.handshake is None:
             nodes = _greet(api, len(sites), at_once=workers, wait=wait)
-            return dict(zip(sites, nodes, strict=True))
+            return dict(zip(sites, nodes, strict=True)), _nothing
         call = _Call(
             api=api,
             handshake=self.handshake,
@@ -125,6 +136,7 @@ class Attendance:
             known=self.known,
             enrolled=self.enrolled,
             required=len(sites) if self.required is None else self.required,
+            spare_seconds=self.spare_seconds,
         )
         _ask(call, api.get_node_ids, wait)
         call.check()
@@ -142,7 +154,9 @@ class Attendance:
             deadline = clock.monotonic() + self.connect_seconds
             _ask(call, nodes_before.values, replace(wait, deadline=deadline))
             call.check()
-        return call.nodes
+        if self.spare_seconds is None:
+            return call.nodes, _nothing
+        return call.nodes, partial(_look_late, call, clock, self.tell)
 
 
 ANYONE = Attendance()
@@ -203,27 +217,35 @@ def _greet(
     return nodes[:count]
 
 
+def _nothing() -> None:
+    """Look for nobody."""
+
+
 def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Patience) -> None:
     """Ask one question of all nodes, until it is answered or time is up."""
     now, told = wait.clock.monotonic, None
-    while not call.is_over(now()) and now() < wait.deadline:
-        online = call.online = set(nodes())
-        call.nodes |= {
-            site: call.known[site]
-            for site in call.expected
-            if call.known.get(site) in online
-        }
-        for node in online - call.met - set(call.known.values()):
-            if now() >= call.again.get(node, -math.inf):
-                call.ask(node, now())
-        for reply in call.api.pull_messages([*call.out]) if call.out else ():
-            call.note(reply, now())
-        call.ask_after(now())
-        found = call.connected(max(0.0, wait.deadline - now()))
+    while not call.is_over(now()) and now() < min(wait.deadline, call.spared):
+        call.look({*nodes()}, now())
+        left = min(wait.deadline, call.spared) - now()
+        found = call.connected(max(0.0, left))
         if told != (told := replace(found, seconds=0.0)):
             wait.tell(found)
         if not call.is_over(now()):
             wait.pause()
+
+
+def _look_late(call: "_Call", clock: Clock, tell: Tell) -> None:
+    """Ask nodes of missing sites that are connected by now."""
+    now, there = clock.monotonic(), len(call.nodes)
+    if not call.missing or now < call.looked + LATE_LOOK_SECONDS:
+        return
+    call.look({*call.api.get_node_ids()}, now)
+    for complaint in call.complaints:
+        _LOG.warning("%s; the run continues without it", complaint)
+    call.complaints.clear()
+    if len(call.nodes) > there:
+        _LOG.info("%s came late", ", ".join([*call.nodes][there:]))
+        tell(call.connected(0.0))
 
 
 @dataclass(kw_only=True)
@@ -242,6 +264,10 @@ class _Call:
     Attributes:
         enrolled: Node of each site, as far as it is known before the site answers.
         required: Sites that must answer.
+        spare_seconds: See ``Attendance``.
+        looked: When nodes were looked for last.
+        enough: When enough sites were there.
+        heard: When a missing site has shown last that it works on its answer.
         online: Nodes that are connected, as of the last look.
         again: When nodes of sites that were not ready are asked again.
         unready: Why they were not.
@@ -255,6 +281,10 @@ class _Call:
     known: Mapping[SiteId, int]
     enrolled: Mapping[SiteId, int]
     required: int
+    spare_seconds: float | None = None
+    looked: float = -math.inf
+    enough: float = math.inf
+    heard: float = -math.inf
     online: Collection[int] = ()
     out: dict[str, tuple[_PendingNode, float | None]] = field(default_factory=dict)
     open: dict[int, _PendingNode] = field(default_factory=dict)
@@ -273,9 +303,43 @@ class _Call:
         return [site for site in self.sites if site not in self.handshake.absent]
 
     @property
+    def missing(self) -> list[SiteId]:
+        """Those that are not."""
+        return [site for site in self.expected if site not in self.nodes]
+
+    @property
+    def awaited(self) -> list[int]:
+        """Nodes of sites that are missing, as far as they are known."""
+        return [self.enrolled[s] for s in self.missing if s in self.enrolled]
+
+    @property
     def is_hopeless(self) -> bool:
         """Whether too many are absent, even if all others come."""
         return len(self.expected) < self.required
+
+    @property
+    def spared(self) -> float:
+        """When the others are not waited for any more."""
+        if self.spare_seconds is None:
+            return math.inf
+        return max(self.enough, self.heard) + self.spare_seconds
+
+    def look(self, online: Collection[int], now: float) -> None:
+        """Ask nodes that have come, and take in answers."""
+        self.online, self.looked = online, now
+        self.nodes |= {
+            site: self.known[site]
+            for site in self.expected
+            if self.known.get(site) in online
+        }
+        for node in {*online} - self.met - {*self.known.values()}:
+            if now >= self.again.get(node, -math.inf):
+                self.ask(node, now)
+        for reply in self.api.pull_messages([*self.out]) if self.out else ():
+            self.note(reply, now)
+        self.ask_after(now)
+        if len(self.nodes) >= self.required:
+            self.enough = min(self.enough, now)
 
     def connected(self, seconds: float) -> Connected:
         """Which sites have answered, and which of the others are connected.
@@ -283,7 +347,7 @@ class _Call:
         Args:
             seconds: How long the others may still come.
         """
-        missing = tuple(site for site in self.expected if site not in self.nodes)
+        missing = tuple(self.missing)
         return Connected(
             there=tuple(self.nodes),
             missing=missing,
@@ -350,6 +414,8 @@ class _Call:
             self._identify(asked.node, reply, now)
         elif probed is None:
             return  # A copy came there, of which nothing follows.
+        elif word is Word.KNOWN and asked.node in self.awaited:
+            self.heard = max(self.heard, now)
         elif asked.inquiry.is_missing(word, probed):
             self._post(asked, None)
             asked.inquiry.note_sent(now)

@@ -69,6 +69,7 @@ class DeployedRun:
     """Coordinates one run; see ``run``.
 
     Attributes:
+        begun: Whether an earlier coordinator has begun it.
         watch: Notes what the coordinator uses stores for, for the run's events.
     """
 
@@ -114,7 +115,7 @@ class DeployedRun:
         # What the sites have promised to this run, as an earlier coordinator noted it.
         planned = None if begun is None else run.view().privacy
         self._promised = {p.site: p for p in planned.sites} if planned else {}
-        self._begun = begun is not None
+        self.begun = begun is not None
         self._anchors: Mapping[SiteId, LedgerAnchor] = {}
         self._handshake: SignedHandshake
         self._in_sum: SumPrivacy | None = None
@@ -195,7 +196,7 @@ class DeployedRun:
         names = [SiteId(site.name) for site in job.sites]
         # Promises of all sites are part of what the run claims.
         private = job.privacy.differential_privacy.enabled
-        spares = self._begun and self._can_spare_sites()
+        spares = self.begun and self._can_spare_sites()
         required = len(names) if private and not spares else job.minimum_sites
         with ExitStack() as stack:
             stack.enter_context(wiring.torch_threads(job))
@@ -221,7 +222,7 @@ class DeployedRun:
 
     def _known_anchors(self) -> Mapping[SiteId, LedgerAnchor]:
         """How many charges each site's ledger must hold."""
-        if not self._begun or not self._job.privacy.differential_privacy.enabled:
+        if not self.begun or not self._job.privacy.differential_privacy.enabled:
             return {}
         checkpoints = self._assembly.checkpoints()
         return join_anchors(checkpoints.anchors(), self._run.anchors())
@@ -258,7 +259,7 @@ class DeployedRun:
 
     def _traffic(self) -> Traffic | None:
         """Sizes of the run's messages; None where they depend on unknown counts."""
-        contract, data = self._contract(), self._handshake.data()
+        contract, data = self._contract(), self._handshake.data
         stated = {site: SiteFacts(n.examples, n.held_out) for site, n in data.items()}
         is_known = all(each.train and each.held_out for each in stated.values())
         if contract is None and not is_known:
@@ -291,10 +292,11 @@ class DeployedRun:
         return SecureContext(identity=self._parties.identity, contract=contract)
 
     def _coordinate(self, grid: Grid) -> RunState:
+        self._handshake.promised = {one.site: one for one in self._promises()}
         return self._assembly.drive(
             ConnectedSites(engine=DEPLOYED, grid=grid),
             secret=self._secret(),
-            introduced=self._handshake.data(),
+            introduced=self._handshake.data,
             anchors=self._anchors,
         )
 

@@ -45,7 +45,10 @@ class SignedHandshake:
         spares: Whether the run does without a site that refuses.
         absent: Sites that do not take part, and why.
         introductions: What the sites that take part have answered to the question.
+        data: Each site's numbers about its data.
         needs: What they have stated; None where no site is asked, or not yet.
+        promised: What the run's record claims of privacy, once it has begun: a site
+            that comes later promises the same.
     """
 
     question: bytes
@@ -58,7 +61,9 @@ class SignedHandshake:
     spares: bool = False
     absent: dict[SiteId, str] = field(default_factory=dict)
     introductions: dict[SiteId, Introduction] = field(default_factory=dict)
+    data: dict[SiteId, SignedCounts] = field(default_factory=dict)
     needs: Mapping[SiteId, float] | None = None
+    promised: Mapping[str, SitePrivacy] | None = None
     _signed: dict[SiteId, bytes] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -221,7 +226,16 @@ class SignedHandshake:
                 f"site {site!r} {fault}: it is refused. Ask its operator which release "
                 f"it runs, or leave it out of the job",
             )
+        if self.promised is not None and found.privacy != self.promised.get(site):
+            return self._without(
+                site,
+                f"site {site!r} came late with another promise of privacy than the "
+                "run has noted: stop the run, and resume it",
+            )
         self.introductions[site], self._signed[site] = found, answer
+        self.data[site] = SignedCounts(
+            examples=found.num_examples, held_out=found.num_held_out
+        )
         return site
 
     @property
@@ -257,13 +271,6 @@ class SignedHandshake:
         """How many runs at once each site takes."""
         found = sorted(self.introductions.items())
         return {name: each.max_runs for name, each in found}
-
-    def data(self) -> Mapping[SiteId, SignedCounts]:
-        """Each site's numbers about its data."""
-        return {
-            name: SignedCounts(examples=each.num_examples, held_out=each.num_held_out)
-            for name, each in self.introductions.items()
-        }
 
     def promises(self) -> tuple[SitePrivacy, ...]:
         """The sites' promises, in the order of their names."""

@@ -1,6 +1,7 @@
 """The coordinator as Flower's ServerApp: started by the aggregator's SuperExec."""
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from flwr.serverapp import Grid as FlowerApi, ServerApp
 
 from cloud_adapters.flower import runtime as flower_runtime
 from cloud_adapters.flower.grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
-from cloud_adapters.flower.handshake import Attendance, tell
+from cloud_adapters.flower.handshake import SPARE_SECONDS, Attendance, tell
 from cloud_adapters.flower_apps.apps import FlowerApps
 from cloud_adapters.storage.disk.scratch import allocator
 from cloud_adapters.transport.frames import Frames
@@ -224,6 +225,7 @@ def _connector(
         enrolled = read_own(lambda: enrolled_nodes(config.folder))
         known = known_nodes(enrolled, deployed.job, absent=handshake.absent)
         behind = relays_of(deployed.job)
+        spare_seconds = SPARE_SECONDS if deployed.begun else math.inf
         grid = FlowerGrid(
             FlowerApps(flower_runtime.over(api), deployed.job, deployed.layout, known),
             [*nodes_of(sites, behind)],
@@ -235,6 +237,7 @@ def _connector(
                 required=fewest_nodes(sites, behind, required),
                 quorum=fewest_nodes(sites, behind, quorum),
                 connect_seconds=config.file.connect_seconds,
+                spare_seconds=None if behind else spare_seconds,
                 tell=deployed.note_connected,
             ),
             delivery=Delivery(

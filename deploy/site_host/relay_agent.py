@@ -237,12 +237,11 @@ class RelayAgent:
             return None
         if not run.job.privacy.secure_aggregation.enabled:
             signed = self._signed(run)
-            examples = {site: each.examples for site, each in signed.items()}
             return PlainRelay(
                 name=self.name,
                 num_values=run.num_values,
                 layout_digest=task.layout_digest,
-                weight_of=weight_of(run.job.aggregation.weights, introduced=examples),
+                weight_of=weight_of(run.job.aggregation.weights, introduced=signed),
                 combine=combine_rule(run.job.aggregation),
                 fault_of=sums_fault(run.job, signed),
             )

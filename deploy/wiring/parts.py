@@ -203,12 +203,12 @@ def plain_gather(
         introduced: What sites have signed of their data, and are held to; none in a
             simulation.
     """
-    job, pool, said = federation.job, federation.pool, introduced or {}
-    examples = {name: each.examples for name, each in said.items()}
+    job, pool = federation.job, federation.pool
+    said = {} if introduced is None else introduced  # Sites that come later enter it.
     return PlainGather(
         job,
         grid=grid,
-        weight_of=weight_of(job.aggregation.weights, introduced=examples),
+        weight_of=weight_of(job.aggregation.weights, introduced=said),
         combine=rule_of(job),
         schedule=schedule_of(job),
         fault_of=sums_fault(job, said),

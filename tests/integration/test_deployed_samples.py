@@ -127,13 +127,16 @@ def test_over_selection_goes_on_without_a_frozen_site_and_after_a_kill(
     try:
         done = federation.rounds()
         wait_for(lambda: federation.rounds() > done + 1, "rounds go on")
+        federation.kill_child("coordinator_process")
+        done = federation.rounds()
+        wait_for(lambda: federation.rounds() > done + 1, "the quorum goes on", 90)
     finally:
         os.kill(frozen, signal.SIGCONT)
-    federation.kill_child("coordinator_process")
     out, err = follower.communicate(timeout=300)
     assert json.loads(out)["status"] == "completed", err
     rounds = {e["round_index"]: e for e in federation.events("RoundFinished")}
     assert len(rounds) == 12
+    assert any("d" in rounds[late]["answered"] for late in (10, 11, 12))
     # Those that arrive with the second one count, too.
     assert {len(e["answered"]) for e in rounds.values()} <= {2, 3, 4}
     kinds = {e["kind"] for e in federation.events("SiteFailed")}

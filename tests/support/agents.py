@@ -223,7 +223,7 @@ class _Far:
 
     def handle(self, task: Task) -> SiteMessage:
         if self.is_absent:
-            return failure(task, FailureKind.UNREACHABLE, "was never connected")
+            return failure(task, FailureKind.UNREACHABLE, "has not connected")
         arrived = wire.decode(wire.encode_bytes(task))
         assert isinstance(arrived, RoundTask | SecureTask)
         self.grid.seen.append(arrived)

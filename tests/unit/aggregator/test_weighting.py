@@ -60,16 +60,19 @@ def test_unbelievable_counts_are_refused(rule: str, num_examples: int):
         weight_of(rule)(update)
 
 
+HUNDRED = SignedCounts(examples=100, held_out=0)
+
+
 @pytest.mark.parametrize("rule", ["examples", "uniform", "dynamic"])
 def test_site_is_held_to_what_it_introduced_itself_with(rule: str):
     """Whatever its weight is made of; of a site that said nothing nothing is known."""
-    held = weight_of(rule, introduced={SiteId("site"): 100})
+    held = weight_of(rule, introduced={SiteId("site"): HUNDRED})
     sums = {"before": _sums(2.0), "after": _sums(1.0)}
     assert held(_update(100, **sums)) == weight_of(rule)(_update(100, **sums))
     said = "claims 101 training examples, but introduced itself with 100: if its data"
     with pytest.raises(InvalidUpdate, match=said):
         held(_update(101, **sums))
-    elsewhere = weight_of(rule, introduced={SiteId("other"): 1})
+    elsewhere = weight_of(rule, introduced={SiteId("other"): HUNDRED})
     assert elsewhere(_update(101, **sums)) > 0
 
 

@@ -166,6 +166,26 @@ def test_run_that_spares_sites_goes_on_without_who_refuses(members: Consortium):
     assert not call.promises()
 
 
+def test_site_that_comes_late_promises_what_the_run_has_noted(members: Consortium):
+    """Its record would claim something else than what the site does."""
+    call = SignedHandshake.of(
+        PRIVATE,
+        RUN_ID,
+        aggregator=members.aggregator,
+        roster=members.roster,
+        spares=True,
+    )
+    found = answer(call, "site-0")
+    sealed = introduction.seal_introduction(found, members.sites["site-0"])
+    assert found.privacy is not None
+    call.promised = {"site-0": replace(found.privacy, noise_multiplier=0.5)}
+    call.site_of(sealed)
+    assert "another promise" in call.absent.pop(SiteId("site-0"))
+    call.promised = {"site-0": found.privacy}
+    call.site_of(sealed)
+    assert (call.absent, [*call.data]) == ({}, ["site-0"])
+
+
 @pytest.mark.parametrize("spares", [False, True])
 def test_temporary_refusal_makes_no_site_absent(
     call: SignedHandshake, members: Consortium, *, spares: bool
