@@ -43,7 +43,7 @@ class FailureKind(StrEnum):
 
     CRASHED = "crashed"  # the site raised an error
     NOT_SET_UP = "not_set_up"  # the site has no keys for the run, as after a restart
-    DEADLINE = "deadline"  # no answer before the round's deadline
+    DEADLINE = "deadline"  # no answer by the deadline, or within the grace
     UNREACHABLE = "unreachable"  # the site is not connected
     DISCONNECTED = "disconnected"  # its connection ended; it may return after a restart
     BUSY = "busy"  # the site is still working on an earlier round

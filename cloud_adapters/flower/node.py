@@ -114,6 +114,7 @@ class FlowerNode:
             other as gone until its next heartbeat.
         uniform: Draws the waits between attempts.
         max_runs: Of how many runs the last answer is kept.
+        heard: Called when the aggregator has answered: every few seconds.
         node_id: Flower's number for it, once it is active.
     """
 
@@ -129,6 +130,7 @@ class FlowerNode:
     is_replaced: Callable[[], bool] = lambda: False
     uniform: Uniform = random.SystemRandom().uniform
     max_runs: int = 1
+    heard: Callable[[], None] = lambda: None
     node_id: int | None = None
     _calls: FleetCalls = field(init=False, repr=False)
     _inbox: Inbox[RecordDict] = field(init=False, repr=False)
@@ -292,6 +294,7 @@ class FlowerNode:
             else:
                 # The main thread may be at work on one message for hours.
                 self._calls.hear()
+                self.heard()
                 if not counted:
                     lost.set()
 

@@ -77,6 +77,7 @@ class RelayedNode:
         is_replaced: Whether another process may have this site's place.
         uniform: Draws the waits between attempts.
         scratch: Folder for a question that is long; None to hold it in memory.
+        heard: Called when the relay has answered: every few seconds.
     """
 
     introduce: Callable[[bytes], bytes]
@@ -90,6 +91,7 @@ class RelayedNode:
     is_replaced: Callable[[], bool] = lambda: False
     uniform: Uniform = random.SystemRandom().uniform
     scratch: Path | None = None
+    heard: Callable[[], None] = lambda: None
     _given: tuple[str, bytes] = field(default=("", b""), init=False, repr=False)
 
     def run(self) -> None:
@@ -136,6 +138,7 @@ class RelayedNode:
             status, about, body = _request(
                 line, NEXT, limit=MAX_QUESTION_BYTES, scratch=self.scratch
             )
+            self.heard()
             if status == _NOTHING:
                 continue
             if status != _OK:
@@ -197,6 +200,7 @@ class RelayedNode:
                 with self._line() as line:
                     while not ended.is_set():
                         _request(line, ALIVE)
+                        self.heard()
                         ended.wait(ALIVE_SECONDS)
             except (OSError, http.client.HTTPException, FederationError) as error:
                 _LOG.info("no word to the relay: %s", error)

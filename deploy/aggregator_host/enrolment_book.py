@@ -193,6 +193,12 @@ class EnrolmentBook:
             withdrawn=(*self.withdrawn, *gone),
         )
 
+    @property
+    def revoked_names(self) -> frozenset[str]:
+        """Names of sites that are revoked, and not enrolled again."""
+        members = {one.site for one in self.members}
+        return frozenset(one.member.site for one in self.withdrawn) - members
+
     def shut_out(self, revoked: Mapping[int, float]) -> tuple[str, ...]:
         """Sites that hold a certificate which was revoked.
 

@@ -84,32 +84,33 @@ def _of_runs(
     config: AggregatorConfig, collector: "RunsCollector", now: float
 ) -> Iterator["Alert"]:
     """Alerts of runs that go on, or have ended not long ago."""
-    from deploy.aggregator_host import run_queue  # noqa: PLC0415
+    from deploy.aggregator_host import run_list, run_queue  # noqa: PLC0415
     from monitoring.web import alerts  # noqa: PLC0415
     from monitoring.web.run_metrics import RunNumbers  # noqa: PLC0415
 
-    known = collector.look()
+    known, gone = collector.look(), run_list.revoked(config)
     for one in run_queue.handed_over(config.runs).runs:
         numbers = known.get(one.run.path.name)
         numbers = numbers or RunNumbers(job=one.run.path.parent.name)
         status = "" if one.outcome is None else one.status
         # Whoever asks for alerts today need not hear of last year's runs.
         if not status or now < one.ended_at + RECENT_SECONDS:
-            yield from alerts.of_run(one.run.path.name, numbers, now, status=status)
+            yield from alerts.of_run(
+                one.run.path.name, numbers, now, status=status, revoked=gone
+            )
 
 
 def _page(
     config: AggregatorConfig, collector: "RunsCollector", clock: Clock
 ) -> AbstractContextManager[object]:
-    from deploy.aggregator_host import run_queue  # noqa: PLC0415
-    from deploy.aggregator_host.run_list import shown  # noqa: PLC0415
+    from deploy.aggregator_host.run_list import of_aggregator  # noqa: PLC0415
     from deploy.web_server import serving  # noqa: PLC0415
     from monitoring.web.app import live_app  # noqa: PLC0415
 
     if not config.file.monitor.port:
         return nullcontext()
     page, metrics = host_secrets.tokens(config.folder)
-    pages = shown(config.runs, {"stop": run_queue.ask_to_stop})
+    pages = of_aggregator(config)
     return serving(
         lambda port: live_app(
             pages,

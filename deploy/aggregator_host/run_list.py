@@ -1,23 +1,29 @@
 """The runs of this machine: their folders, and a summary of each."""
 
+import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deploy.aggregator_host import run_queue
-from federation.errors import RunNotFound, StoreError
+from deploy.aggregator_host.config import AggregatorConfig
+from deploy.aggregator_host.enrolment_book import BookFile
+from federation.errors import FederationError, RunNotFound, StoreError
+from federation.events import SiteAnswered, SiteFailed, StepTaken
+from monitoring.privacy_words import has_noise
 from monitoring.runs.find import find_runs
 from monitoring.runs.run_folder import RunFolder
-from monitoring.views.result_json import result
-from monitoring.views.run_view import RunView
+from monitoring.views.result_json import finite
+from monitoring.views.round_view import RUNNING, accuracy_of, loss_of
+from monitoring.views.run_view import INTERRUPTED
 from monitoring.web.app import Action, Shown
 
 
 def summary(run: RunFolder) -> dict[str, Any]:
     """One row of the list of runs; numbers that are not finite become None."""
     try:
-        view = run.view()
-        status = _status(view, run)
+        return {**_numbers(run), "status": _status(run), "folder": str(run.path)}
     except (RunNotFound, StoreError) as error:
         return {
             "run_id": run.path.name,
@@ -26,21 +32,9 @@ def summary(run: RunFolder) -> dict[str, Any]:
             "error": str(error),
             "folder": str(run.path),
         }
-    final = result(view)["final"]
-    return {
-        "run_id": view.started.run_id,
-        "job": view.started.job_name,
-        "status": status,
-        "rounds_completed": view.rounds_completed,
-        "rounds": view.started.rounds,
-        "loss": final["loss"],
-        "accuracy": final["accuracy"],
-        "seconds": view.seconds,
-        "folder": str(run.path),
-    }
 
 
-def _status(view: RunView, run: RunFolder) -> str:
+def _status(run: RunFolder) -> str:
     """``interrupted`` for an unfinished run without a process.
 
     The service resumes a run that it was handed: what ``crossfed ps`` says holds.
@@ -51,9 +45,48 @@ def _status(view: RunView, run: RunFolder) -> str:
     handed = run_queue.read(run)
     if handed is not None:
         return handed.status
-    if view.finished is not None or run.is_locked():
-        return view.status
-    return "interrupted"
+    status = str(_numbers(run)["status"])
+    return INTERRUPTED if status == RUNNING and not run.is_locked() else status
+
+
+def _numbers(run: RunFolder) -> Mapping[str, Any]:
+    """What the events of a run come to; from memory if there are no new ones."""
+    try:
+        found = run.events.stat()
+    except OSError as error:
+        raise RunNotFound(f"there is no run in {run.path} (no events.jsonl)") from error
+    return _folded(run, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _folded(run: RunFolder, _size: int, _changed_ns: int) -> Mapping[str, Any]:
+    view = run.view(without=(SiteAnswered, SiteFailed, StepTaken))
+    sums = None if view.last_evaluated is None else view.last_evaluated.pooled
+    return {
+        "run_id": view.started.run_id,
+        "job": view.started.job_name,
+        "status": view.status,
+        "rounds_completed": view.rounds_completed,
+        "rounds": view.started.rounds,
+        "loss": finite(loss_of(sums)),
+        "accuracy": finite(accuracy_of(sums)),
+        "is_noisy": has_noise(view.privacy),
+        "seconds": view.seconds,
+    }
+
+
+def of_aggregator(config: AggregatorConfig, run: RunFolder | None = None) -> Shown:
+    """Return what live pages of an aggregator show; arguments as for ``shown``."""
+    found = shown(config.runs, {"stop": run_queue.ask_to_stop}, run)
+    return replace(found, revoked=lambda: revoked(config))
+
+
+def revoked(config: AggregatorConfig) -> frozenset[str]:
+    """Names of the revoked sites; none where that cannot be read."""
+    try:
+        return BookFile(folder=config.folder).read().revoked_names
+    except FederationError:  # Verbs and the service say what is damaged.
+        return frozenset()
 
 
 def shown(

@@ -204,7 +204,7 @@ def _compared(run: "RunFolder") -> dict[str, Any]:
 
 
 def _runs(options: argparse.Namespace) -> int:
-    from deploy.aggregator_host.run_list import summary  # noqa: PLC0415
+    from deploy.aggregator_host.run_list import shown, summary  # noqa: PLC0415
     from deploy.tools.ledger_reader import site_runs  # noqa: PLC0415
     from monitoring.runs.find import find_runs  # noqa: PLC0415
 
@@ -223,7 +223,7 @@ def _runs(options: argparse.Namespace) -> int:
         )
     else:
         tell(f"there are no runs in {options.root}")
-    with live_page(options, options.root, {}):
+    with live_page(options, lambda: shown(options.root, {})):
         if options.web:
             _until_interrupted()
     return DONE
@@ -235,14 +235,17 @@ def _until_interrupted() -> None:
 
 
 def _cells(row: dict[str, Any]) -> Sequence[str]:
+    from monitoring.privacy_words import NOISY  # noqa: PLC0415 -- keeps `--help` fast
+
     loss, accuracy = row.get("loss"), row.get("accuracy")
+    noisy = NOISY if row.get("is_noisy") else ""
     return (
         row["run_id"],
         row["job"],
         row["status"],
         f"{row.get('rounds_completed', '?')}/{row.get('rounds', '?')}",
-        "" if loss is None else f"{loss:.4f}",
-        "" if accuracy is None else f"{accuracy:.1%}",
+        "" if loss is None else f"{noisy}{loss:.4f}",
+        "" if accuracy is None else f"{noisy}{accuracy:.1%}",
         row["folder"],
     )
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from deploy.aggregator_host.run_queue import Outcome, Queue
     from federation.protocols import Clock
     from monitoring.runs.run_folder import RunFolder
+    from monitoring.web.app import Shown
 
 _DEFAULT_AGGREGATOR = Path("aggregator.toml")  # As in verbs.toml.
 LOOK_SECONDS = 0.2
@@ -362,11 +363,14 @@ def _watch(options: argparse.Namespace) -> int:
                 key="--web",
             )
         return remote_runs.watch(options)
-    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+
+    def pages() -> "Shown":
+        from deploy.aggregator_host import run_list  # noqa: PLC0415 -- imports much
+
+        return run_list.of_aggregator(_config(options), run)
 
     run = _find(options)
-    actions = {"stop": run_queue.ask_to_stop}
-    with live_page(options, _config(options).runs, actions, run=run):
+    with live_page(options, pages, run=run):
         return follow(options, run)
 
 

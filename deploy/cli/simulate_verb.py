@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from federation.errors import FederationError, JobError, StoreUnavailable
 if TYPE_CHECKING:
     from federation.job.spec import JobSpec
     from monitoring.runs.run_result import RunResult
+    from monitoring.web.app import Shown
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -101,12 +102,17 @@ def _page(
         )
     from monitoring.runs.run_folder import RunFolder  # noqa: PLC0415
 
-    return live_page(
-        options,
-        Path() if folder is None else folder.parent.parent,
-        {"stop": stop_once(lambda: signal.raise_signal(signal.SIGINT))},
-        run=None if folder is None else RunFolder(folder),
-    )
+    if folder is None:
+        return nullcontext()
+
+    def pages() -> "Shown":
+        from deploy.aggregator_host.run_list import shown  # noqa: PLC0415 -- imports much
+
+        stop = stop_once(run, lambda: signal.raise_signal(signal.SIGINT))
+        return shown(folder.parent.parent, {"stop": stop}, run)
+
+    run = RunFolder(folder)
+    return live_page(options, pages, run=run)
 
 
 def _folder(job: "JobSpec", options: argparse.Namespace) -> Path | None:

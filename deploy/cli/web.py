@@ -3,23 +3,22 @@
 import argparse
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.cli.terminal import tell
+from federation.errors import FederationError
 
 if TYPE_CHECKING:
     from monitoring.runs.run_folder import RunFolder
-    from monitoring.web.app import Action
+    from monitoring.web.app import Action, Shown
 
 
 @contextmanager
 def live_page(
     options: argparse.Namespace,
-    root: Path,
-    actions: Mapping[str, "Action"],
+    pages: Callable[[], "Shown"],
     *,
     run: "RunFolder | None" = None,
 ) -> Iterator[None]:
@@ -27,10 +26,8 @@ def live_page(
 
     Args:
         options: Those of the verb.
-        root: Folder of all runs.
-        actions: What the page may do with a run that goes on.
-        run: The run to begin with, which may be outside ``root`` and not begun; by
-            default the list of all runs.
+        pages: Returns what they show; called if they are asked for.
+        run: The run to begin with; by default the list of all runs.
 
     Raises:
         FederationError: The port is taken.
@@ -38,14 +35,13 @@ def live_page(
     if not options.web:
         yield
         return
-    from deploy.aggregator_host.run_list import shown  # noqa: PLC0415 -- imports much
     from deploy.web_server import serving  # noqa: PLC0415 -- keeps `--help` fast
     from monitoring.web.app import live_app  # noqa: PLC0415 -- imports much
 
     token = secrets.token_urlsafe(32)
-    pages = shown(root, actions, run)
+    shown = pages()
     with serving(
-        lambda port: live_app(pages, token=token, port=port, clock=options.clock),
+        lambda port: live_app(shown, token=token, port=port, clock=options.clock),
         options.port,
         clock=options.clock,
     ) as port:
@@ -54,11 +50,13 @@ def live_page(
         yield
 
 
-def stop_once(ask: Callable[[], None]) -> "Action":
+def stop_once(mine: "RunFolder", ask: Callable[[], None]) -> "Action":
     """The action ``stop`` of the only run that goes on here."""
     asked = threading.Event()
 
-    def stop(_: "RunFolder") -> None:
+    def stop(run: "RunFolder") -> None:
+        if run != mine:
+            raise FederationError("this page can stop only the run that it began with")
         # A second signal would end the process at once.
         if not asked.is_set():
             asked.set()

@@ -1,5 +1,6 @@
 """A site's folder: one agent or relay at a time, with a fresh certificate."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,6 +31,20 @@ def only_one(folder: Path) -> AbstractContextManager[None]:
         f"another agent or relay is running in {folder}: stop it, or give this site "
         "its own folder",
     )
+
+
+def note_contact(folder: Path) -> None:
+    """Note that the aggregator has answered just now: see ``last_contact``."""
+    with contextlib.suppress(OSError):  # A full disk stops nobody's work.
+        (folder / "contact").touch()
+
+
+def last_contact(folder: Path) -> float | None:
+    """When the aggregator, or the site's relay, answered last: seconds since 1970."""
+    try:
+        return (folder / "contact").stat().st_mtime
+    except OSError:
+        return None
 
 
 def node_key(path: Path) -> ec.EllipticCurvePrivateKey:

@@ -6,6 +6,8 @@ To the aggregator it is a node like a site's, to its sites an HTTPS server.
 import threading
 from collections.abc import Callable
 
+from flwr.clientapp import ClientApp
+
 from cloud_adapters.flower.node import FlowerNode
 from cloud_adapters.flower.relay import relay_app
 from cloud_adapters.relays.server import CloudServer, server_context
@@ -28,6 +30,7 @@ def serve_sites(
     keys: tuple[Identity, Roster],
     departure: Departure,
     *,
+    connect: Callable[[ClientApp], FlowerNode],
     clock: Clock,
     listener: Callable[[str], None],
     begun: Callable[[FlowerNode], None],
@@ -39,6 +42,7 @@ def serve_sites(
         serve: Whom it serves, and where.
         keys: Its identity, and the roster that pins it.
         departure: Ends it.
+        connect: Makes the node that brings the aggregator's tasks to an app.
         clock: Tells time.
         listener: Called with a word about what happens.
         begun: Called with the node before it connects.
@@ -79,7 +83,7 @@ def serve_sites(
             stopped=departure.stopped,
             listener=listener,
         )
-        node = _node(config, agent, departure, clock=clock, listener=listener)
+        node = connect(relay_app(agent))
         listener(
             f"serves {', '.join(serve.sites)} at {serve.listen}; they pin "
             f"{own / 'ca.crt'}"
@@ -91,25 +95,3 @@ def serve_sites(
         site_folder.keep_fresh(config, clock, departure.stopped, listener)
         begun(node)
         node.run()
-
-
-def _node(
-    config: SiteConfig,
-    agent: RelayAgent,
-    departure: Departure,
-    *,
-    clock: Clock,
-    listener: Callable[[str], None],
-) -> FlowerNode:
-    """Flower's node that hands the aggregator's tasks to the relay's agent."""
-    return FlowerNode(
-        app=relay_app(agent),
-        address=config.file.aggregator.address,
-        root_certificates=site_folder.authority(config),
-        key=site_folder.node_key(config.node_key),
-        certificate=config.certificate,
-        clock=clock,
-        stopped=departure.stopped,
-        last=departure.last,
-        listener=listener,
-    )

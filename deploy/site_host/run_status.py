@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clients.privacy.ledger_memory import lifetime
-from deploy.site_host import enrol
+from deploy.site_host import enrol, folder as site_folder
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.run import lifetime_budget, runs_folder, site_memory
 from federation import folder_lock
@@ -24,6 +24,7 @@ from federation.typed_json import decode, encode
 from monitoring.units import format_duration
 
 STATUS = "status.json"
+SILENT_SECONDS = 60.0  # An agent hears from the aggregator every three.
 # Of each answer, if a setting does not withhold it: field, and what a person calls it.
 _SENT = {
     "num_examples": "the number of training examples",
@@ -100,6 +101,8 @@ class SiteStatus:
     Attributes:
         site: Its name.
         is_up: Whether an agent or relay runs in its folder.
+        last_contact: When the aggregator or the relay answered it last, seconds since
+            1970; None if never.
         certificate_ends: Seconds since 1970; None without a certificate.
         dataset: What the budget of all runs is called; empty without one.
         epsilon_cap: That budget.
@@ -109,6 +112,7 @@ class SiteStatus:
 
     site: str
     is_up: bool
+    last_contact: float | None
     certificate_ends: float | None
     dataset: str
     epsilon_cap: float | None
@@ -127,6 +131,7 @@ def status(config: SiteConfig) -> SiteStatus:
     return SiteStatus(
         site=config.file.name,
         is_up=folder_lock.is_held(config.folder / "agent.lock"),
+        last_contact=site_folder.last_contact(config.folder),
         certificate_ends=enrol.certificate_ends(config),
         dataset="" if budget.epsilon is None else budget.dataset,
         epsilon_cap=budget.epsilon,
@@ -142,7 +147,7 @@ def lines(found: SiteStatus, now: float) -> Iterator[str]:
         found: The site.
         now: Seconds since 1970.
     """
-    yield f"site {found.site}: {'its agent runs' if found.is_up else 'no agent runs'}"
+    yield f"site {found.site}: {_agent(found, now)}"
     if found.certificate_ends is not None:
         left = format_duration(max(0.0, found.certificate_ends - now))
         yield f"certificate: ends in {left}; the agent renews it before"
@@ -157,6 +162,20 @@ def lines(found: SiteStatus, now: float) -> Iterator[str]:
         yield "no run has been accepted here"
     for run in found.runs:
         yield from _run_lines(run, now)
+
+
+def _agent(found: SiteStatus, now: float) -> str:
+    """Whether an agent runs and is in touch: a frozen one keeps its lock."""
+    if found.last_contact is None:
+        return "its agent runs; not connected yet" if found.is_up else "no agent runs"
+    ago = max(0.0, now - found.last_contact)
+    if found.is_up and ago > SILENT_SECONDS:
+        return (
+            f"its agent runs, but has had no answer for {format_duration(ago)}: the "
+            "process is frozen, or the aggregator cannot be reached; see its log"
+        )
+    runs = "its agent runs" if found.is_up else "no agent runs"
+    return f"{runs}; last contact {format_duration(ago)} ago"
 
 
 def _run_lines(run: RunStatus, now: float) -> Iterator[str]:

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from flwr.clientapp import ClientApp
+
 from cloud_adapters.compute import notices
 from cloud_adapters.compute.notices import Look
 from cloud_adapters.flower.node import FlowerNode
@@ -135,6 +137,9 @@ def _serve(
             config.file.serve,
             (me, members),
             departure,
+            connect=partial(
+                _flower_node, config, departure, clock=clock, listener=listener
+            ),
             clock=clock,
             listener=listener,
             begun=begun,
@@ -189,9 +194,23 @@ def _node(
             listener=listener,
             is_replaced=departure.is_replaced,
             scratch=config.folder / "scratch",
+            heard=partial(site_folder.note_contact, config.folder),
         )
+    app = agent_app(agent, frames, departure.at_once, departure.after_this)
+    return _flower_node(config, departure, app, clock=clock, listener=listener)
+
+
+def _flower_node(
+    config: SiteConfig,
+    departure: Departure,
+    app: ClientApp,
+    *,
+    clock: Clock,
+    listener: Callable[[str], None],
+) -> FlowerNode:
+    """Make what brings the aggregator's tasks to a site or a relay."""
     return FlowerNode(
-        app=agent_app(agent, frames, departure.at_once, departure.after_this),
+        app=app,
         address=config.file.aggregator.address,
         root_certificates=site_folder.authority(config),
         key=site_folder.node_key(config.node_key),
@@ -202,6 +221,7 @@ def _node(
         listener=listener,
         is_replaced=departure.is_replaced,
         max_runs=config.file.max_runs,
+        heard=partial(site_folder.note_contact, config.folder),
     )
 
 

@@ -42,7 +42,7 @@ MAX_NOTICE_ROWS = 100
 FAILURE_MEANINGS: Mapping[str, str] = {
     FailureKind.CRASHED: "the site raised an error",
     FailureKind.NOT_SET_UP: "the site had no keys or no model, as after a restart",
-    FailureKind.DEADLINE: "no update before the round's deadline",
+    FailureKind.DEADLINE: "no update by the deadline, or within the grace time",
     FailureKind.UNREACHABLE: "the site was not connected",
     FailureKind.DISCONNECTED: "the site's connection was closed",
     FailureKind.NO_STATE: "the site had lost what the round was to begin with",
@@ -170,7 +170,8 @@ def render_sections(
         is_live: Whether a process works on the run.
     """
     template = environment().get_template("report.html.j2")
-    within = template.new_context(dict(context(view, is_live=is_live)))
+    found = {**context(view, is_live=is_live), "panels": ()}
+    within = template.new_context(found)
     return {name: "".join(template.blocks[name](within)) for name in names}
 
 

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -91,8 +91,8 @@ class RunFolder:
         """Whether a run has begun here."""
         return self.events.is_file()
 
-    def read_events(self) -> list[Event]:
-        """Everything that happened so far.
+    def read_events(self, *, without: Collection[type[Event]] = ()) -> list[Event]:
+        """Everything that happened so far, but for some kinds.
 
         Raises:
             RunNotFound: No run has begun here.
@@ -101,17 +101,20 @@ class RunFolder:
         """
         if not self.exists():
             raise RunNotFound(f"there is no run in {self.path} (no events.jsonl)")
-        return read_events(self.events)
+        return read_events(self.events, without=without)
 
-    def view(self) -> RunView:
+    def view(self, *, without: Collection[type[Event]] = ()) -> RunView:
         """The view of the events.
+
+        Args:
+            without: Kinds of events that are not read; see ``read_events``.
 
         Raises:
             RunNotFound: There is none, or it ended before its first event.
             CorruptObject: The record is damaged.
             StoreUnavailable: The record cannot be read.
         """
-        found = self.read_events()
+        found = self.read_events(without=without)
         if not any(isinstance(event, RunStarted) for event in found):
             raise RunNotFound(f"the run in {self.path} ended before its first event")
         return fold(found)

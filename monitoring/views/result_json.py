@@ -98,7 +98,7 @@ def _selected(event: ModelSelected) -> Mapping[str, Any]:
 
 def _own_metrics(sums: MetricSums | None) -> Mapping[str, Any]:
     means = metrics_of(sums)
-    return {"metrics": {n: _finite(v) for n, v in means.items()}} if means else {}
+    return {"metrics": {n: finite(v) for n, v in means.items()}} if means else {}
 
 
 def _final(view: RunView) -> Mapping[str, Any]:
@@ -108,14 +108,14 @@ def _final(view: RunView) -> Mapping[str, Any]:
     final: dict[str, Any] = {
         "round": None if event is None else event.round_index,
         "sites_evaluated": 0 if event is None else len(event.sites),
-        "loss": _finite(loss),
-        "accuracy": _finite(accuracy_of(sums)),
+        "loss": finite(loss),
+        "accuracy": finite(accuracy_of(sums)),
     }
     if view.confusion:
         final["classes"] = list(view.started.classes)
         final["confusion"] = [list(row) for row in view.confusion]
     if view.is_language:
-        final["perplexity"] = None if loss is None else _finite(perplexity(loss))
+        final["perplexity"] = None if loss is None else finite(perplexity(loss))
     return {**final, **_own_metrics(sums)}
 
 
@@ -138,7 +138,7 @@ def _privacy_result(view: RunView) -> Mapping[str, Any]:
             "accountant": planned.accountant,
             "sampling": planned.sampling,
             "holds_against": planned.holds_against or None,
-            "signal_to_noise": _finite(planned.signal_to_noise),
+            "signal_to_noise": finite(planned.signal_to_noise),
             "epsilon_cap": max((s.epsilon_cap for s in planned.sites), default=None),
             "held_out": held_out,
             "held_out_epsilon": total.held_out_epsilon if total else None,
@@ -153,10 +153,10 @@ def _round_result(row: RoundView, *, is_private: bool) -> Mapping[str, Any]:
     return {
         "round": row.index,
         "status": row.status,
-        "training_loss": _finite(row.training_loss),
+        "training_loss": finite(row.training_loss),
         "sites_evaluated": row.sites_evaluated,
-        "loss": _finite(row.loss),
-        "accuracy": _finite(row.accuracy),
+        "loss": finite(row.loss),
+        "accuracy": finite(row.accuracy),
         **_own_metrics(row.evaluated.pooled if row.evaluated else None),
         "asked": len(row.cohort),
         "answered": row.answered,
@@ -164,8 +164,8 @@ def _round_result(row: RoundView, *, is_private: bool) -> Mapping[str, Any]:
         "bytes_up": row.bytes_up,
         "bytes_down": row.bytes_down,
         "seconds": row.seconds,
-        "update_norm": _finite(row.finished.update_norm if row.finished else None),
-        "update_clip": _finite(row.update_clip),
+        "update_norm": finite(row.finished.update_norm if row.finished else None),
+        "update_clip": finite(row.update_clip),
         "epsilon": row.epsilon if is_private else None,
         "resources": _resources(row.finished.resources if row.finished else None),
     }
@@ -185,8 +185,8 @@ def _site_result(site: SiteView, *, by_results: bool) -> Mapping[str, Any]:
         "seconds": site.seconds,
         "waited_for": site.waited,
         "resources": _resources(site.used),
-        "loss": _finite(site.loss[-1][1]) if site.loss else None,
-        "accuracy": _finite(site.accuracy[-1][1]) if site.accuracy else None,
+        "loss": finite(site.loss[-1][1]) if site.loss else None,
+        "accuracy": finite(site.accuracy[-1][1]) if site.accuracy else None,
         "epsilon": guaranteed.epsilon if guaranteed else None,
         "epsilon_charged": site.spent.epsilon if site.spent else None,
         "delta": site.spent.delta if site.spent else None,
@@ -199,10 +199,11 @@ def _resources(used: Resources | None) -> Mapping[str, Any] | None:
         return None
     return {
         **asdict(used),
-        "busy_seconds": _finite(used.busy_seconds),
-        "cpu_seconds": _finite(used.cpu_seconds),
+        "busy_seconds": finite(used.busy_seconds),
+        "cpu_seconds": finite(used.cpu_seconds),
     }
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
+    """Return None for a number that JSON does not have."""
     return value if value is not None and math.isfinite(value) else None

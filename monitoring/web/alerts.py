@@ -5,7 +5,7 @@ alerts tells each key once; when the cause has gone and comes back, once more.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from monitoring.units import format_duration, format_number
@@ -51,7 +51,12 @@ class HostFacts:
 
 
 def of_run(
-    name: str, run: RunNumbers, now: float, *, status: str = ""
+    name: str,
+    run: RunNumbers,
+    now: float,
+    *,
+    status: str = "",
+    revoked: Collection[str] = (),
 ) -> Iterator[Alert]:
     """Yield the alerts of a run.
 
@@ -61,6 +66,7 @@ def of_run(
         now: Seconds since 1970.
         status: How it ended, if that is known from elsewhere: a coordinator that was
             killed, or never began, writes no last event.
+        revoked: Names of sites that were revoked: that they are silent is no news.
     """
     about = f"run {name} ({run.job})"
     status = status or run.status
@@ -75,7 +81,7 @@ def of_run(
         return
     yield from _of_round(name, about, run, now)
     for site, rounds in run.silent.items():
-        if rounds >= SILENT_ROUNDS:
+        if rounds >= SILENT_ROUNDS and site not in revoked:
             yield Alert(
                 key=f"{name}/silent/{site}",
                 text=f"{about}: site {site} has missed {rounds} rounds in a row. See "

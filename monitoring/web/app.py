@@ -7,8 +7,9 @@ whether somebody looks.
 
 import asyncio
 import json
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,18 +59,20 @@ class Shown:
             ``deploy.aggregator_host.run_list``.
         find: Returns the folder of the run with a name; None without one.
         actions: What a person may do with a run that goes on, by its name on the page.
+        revoked: Returns the names of sites that were revoked.
     """
 
     rows: Callable[[], Sequence[Mapping[str, Any]]]
     find: Callable[[str], RunFolder | None]
     actions: Mapping[str, Action]
+    revoked: Callable[[], Collection[str]] = frozenset
 
 
 class _SharedFeed:
     """One feed for all browsers that look at a run."""
 
-    def __init__(self, run: RunFolder, clock: Clock) -> None:
-        self._feed, self._clock = RunFeed(run), clock
+    def __init__(self, run: RunFolder, shown: Shown, clock: Clock) -> None:
+        self._feed, self._clock = RunFeed(run, shown.revoked), clock
         self._lock = asyncio.Lock()
         self._next = self._next_whole = self._made = 0.0
         self._has_news = False  # That tables and charts do not show yet.
@@ -135,8 +138,7 @@ class Changes:
         self._charts.update(page.charts)
         return {
             "title": page.title,
-            "is_over": page.is_over,
-            "is_live": page.is_live,
+            "state": page.state,
             "sections": sections,
             "charts": changed,
             "timeline": page.timeline,
@@ -163,10 +165,21 @@ class _Pages:
     def __init__(self, shown: Shown, clock: Clock) -> None:
         self._shown, self._clock = shown, clock
         self._feeds: dict[str, _SharedFeed] = {}
+        self._list = HTMLResponse()
+        self._lock, self._next = asyncio.Lock(), -math.inf
 
     async def index(self, _: Request) -> HTMLResponse:
-        rows = await asyncio.to_thread(self._shown.rows)
-        return _html("runs.html.j2", rows=rows[::-1])
+        """One list for all browsers, which ask for it every few seconds."""
+        async with self._lock:
+            if self._clock.monotonic() >= self._next:
+                took = await asyncio.to_thread(self._make_list)
+                self._next = self._clock.monotonic() + took / MOST_SHARE
+            return self._list
+
+    def _make_list(self) -> float:
+        began = time.thread_time()
+        self._list = _html("runs.html.j2", rows=self._shown.rows()[::-1])
+        return time.thread_time() - began
 
     async def run(self, request: Request) -> HTMLResponse:
         name = request.path_params["name"]
@@ -187,7 +200,7 @@ class _Pages:
     async def changes(self, request: Request) -> StreamingResponse:
         name = request.path_params["name"]
         run = self._find(name)
-        feed = self._feeds.pop(name, None) or _SharedFeed(run, self._clock)
+        feed = self._feeds.pop(name, None) or _SharedFeed(run, self._shown, self._clock)
         self._feeds[name] = feed  # The newest last.
         for oldest in list(self._feeds)[:-MAX_FEEDS]:
             del self._feeds[oldest]

@@ -87,6 +87,11 @@ class Guard:
                 return None
         if not self._is_known(headers.get("cookie", "")):
             text = "open the address that crossfed has printed: it holds a token\n"
+            if scope["path"] == METRICS:
+                text = (
+                    "send the token in the aggregator's metrics.token, as "
+                    "Authorization: Bearer TOKEN\n"
+                )
             return PlainTextResponse(text, 403)
         changes = scope["method"] not in {"GET", "HEAD"}
         if changes and headers.get("origin") != f"http://{host}":

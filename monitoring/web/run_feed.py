@@ -8,7 +8,7 @@ not here; see ``federation.job.disclosure``.
 import io
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,15 @@ from monitoring.views.run_view import RunView
 from monitoring.views.site_view import Series
 from monitoring.web.event_tail import EventTail
 
-SECTIONS = ("masthead", "summary", "sites", "rounds", "failures", "warnings")
+SECTIONS = (
+    "masthead",
+    "summary",
+    "sites",
+    "privacy",
+    "rounds",
+    "failures",
+    "warnings",
+)
 INK = ""  # The page's own colour of text, dark or light.
 MAX_LOG_LINES = 300
 MAX_AWAITED = 20
@@ -58,16 +66,14 @@ class Page:
 
     Attributes:
         title: The job's name, and how far the run is.
-        is_live: Whether a process works on the run.
-        is_over: Whether nothing more will happen.
+        state: ``live``, ``interrupted``, ``ended``, or ``deleted``.
         sections: HTML by the id of its place.
         charts: Figures by name.
         timeline: The last rounds: sites, bars and colours; None before the first.
     """
 
     title: str
-    is_live: bool
-    is_over: bool
+    state: str
     sections: Mapping[str, str]
     charts: Mapping[str, Chart]
     timeline: Mapping[str, Any] | None
@@ -76,21 +82,39 @@ class Page:
 class RunFeed:
     """Follows the events of a run."""
 
-    def __init__(self, run: RunFolder) -> None:
-        """Begin before its first event."""
-        self._run = run
+    def __init__(
+        self, run: RunFolder, revoked: Callable[[], Collection[str]] = frozenset
+    ) -> None:
+        """Begin before its first event.
+
+        Args:
+            run: Its folder.
+            revoked: Returns the names of sites that were revoked.
+        """
+        self._run, self._revoked = run, revoked
         self._tail = EventTail(run)
+        self._forget()
+
+    def _forget(self) -> None:
         self._fold = RunFold()
         self._text = io.StringIO()
         self._progress = PlainProgress(self._text)
         self._log: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self._whole: _Whole | None = None
-        self.is_over = False  # Whether the run has ended, by its newest events.
+        self._has_ended = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended, by its newest events, or was deleted."""
+        return self._has_ended or self._tail.is_gone
 
     def look(self) -> bool:
         """Read what was written since; whether there was anything."""
-        has_news = False
-        for event in self._tail.news():
+        was_gone, events = self._tail.is_gone, self._tail.news()
+        has_news = was_gone != self._tail.is_gone
+        if self._tail.is_anew:
+            self._forget()
+        for event in events:
             has_news = True
             self._take(event)
         self._log += self._text.getvalue().splitlines()
@@ -101,7 +125,7 @@ class RunFeed:
     def _take(self, event: Event) -> None:
         self._fold.add(event)
         if isinstance(event, RunStarted | RunFinished):
-            self.is_over = isinstance(event, RunFinished)
+            self._has_ended = isinstance(event, RunFinished)
         if self._fold.has_started:
             self._progress(event)
 
@@ -125,40 +149,46 @@ class RunFeed:
         done = f"{len(view.rounds)}/{view.started.rounds}"
         return Page(
             title=f"{view.started.job_name} {done}",
-            is_over=self.is_over,
-            is_live=is_live,
+            state=self._state(is_live=is_live),
             sections={
                 **tables,
-                "now": _now(view, now, is_live=is_live),
+                "now": self._now(view, now, state=self._state(is_live=is_live)),
                 "log": _log(self._log, self._tail.damaged),
             },
             charts=drawn,
             timeline=timeline(view, sites, now),
         )
 
+    def _state(self, *, is_live: bool) -> str:
+        if self._tail.is_gone:
+            return "deleted"
+        if self._has_ended:
+            return "ended"
+        return "live" if is_live else "interrupted"
 
-def _now(view: RunView, now: float, *, is_live: bool) -> str:
-    """The round in progress: who is awaited, and what failed."""
-    row = view.current
-    answered = {} if row is None else {found.site: found for found in row.reports}
-    silent = [] if row is None else [s for s in row.cohort if s not in answered]
-    left = None if view.finished else view.seconds_left(now)
-    return (
-        report.environment()
-        .get_template("now.html.j2")
-        .render(
-            view=view,
-            is_live=is_live,
-            away=[] if view.left_out is None else list(view.left_out.named()),
-            row=row,
-            awaited=silent[:MAX_AWAITED],
-            num_silent=len(silent),
-            failed=[f for f in answered.values() if isinstance(f, SiteFailed)],
-            waited=0.0 if row is None else max(0.0, now - row.started_at),
-            left=left,
-            late=_late(view, now) if silent else "",
+    def _now(self, view: RunView, now: float, *, state: str) -> str:
+        """The round in progress: who is awaited, and what failed."""
+        row = view.current
+        answered = {} if row is None else {found.site: found for found in row.reports}
+        silent = [] if row is None else [s for s in row.cohort if s not in answered]
+        left = None if view.finished else view.seconds_left(now)
+        return (
+            report.environment()
+            .get_template("now.html.j2")
+            .render(
+                view=view,
+                state=state,
+                away=[] if view.left_out is None else list(view.left_out.named()),
+                row=row,
+                awaited=silent[:MAX_AWAITED],
+                num_silent=len(silent),
+                failed=[f for f in answered.values() if isinstance(f, SiteFailed)],
+                waited=0.0 if row is None else max(0.0, now - row.started_at),
+                left=left,
+                revoked=self._revoked(),
+                late=_late(view, now) if silent else "",
+            )
         )
-    )
 
 
 def _late(view: RunView, now: float) -> str:

@@ -313,7 +313,11 @@ class RunsCollector(Collector):
         self._known = {p: known for p, known in self._known.items() if p in folders}
         for path, run in folders.items():
             tail, numbers = self._known.setdefault(path, (EventTail(run), RunNumbers()))
-            for event in tail.news():
+            events = tail.news()
+            if tail.is_anew:
+                numbers = RunNumbers()
+                self._known[path] = tail, numbers
+            for event in events:
                 numbers.add(event)
         known = {path.name: numbers for path, (_, numbers) in self._known.items()}
         return {name: numbers for name, numbers in known.items() if numbers.rounds}

@@ -61,10 +61,10 @@ def test_page_follows_a_run_and_stops_it(tmp_path: Path) -> None:
             told = next(changes)
             while "<b>Round 2 of 6</b>" not in told["sections"].get("now", ""):
                 told = next(changes)
-            assert not told["is_over"]
+            assert told["state"] == "live"
             assert browser.post(f"{browser.path}/stop").status_code == 303
             (place / "go").touch()
-            while not told["is_over"]:
+            while told["state"] != "ended":
                 told = next(changes)
     assert process.wait() == 128 + signal.SIGINT
     # The run may have begun one more round before the request came.

@@ -15,7 +15,7 @@ function element(tag, className, text) {
 
 function showSections(sections) {
   for (const [id, html] of Object.entries(sections)) {
-    const place = byId(id);
+    const place = document.querySelector(`[data-section="${id}"]`);
     // A table that a person has scrolled stays where it is.
     const scrolled = [...place.querySelectorAll(".scroll, pre")].map((e) => [e.scrollLeft, e.scrollTop, e.scrollTop + e.clientHeight >= e.scrollHeight - 4]);
     place.innerHTML = html;
@@ -121,8 +121,8 @@ function follow() {
     showSections(change.sections);
     showCharts(change.charts);
     if (change.timeline) showTimeline(change.timeline);
-    say(change.is_over ? "ended" : change.is_live ? "live" : "interrupted", !change.is_over && !change.is_live);
-    if (!change.is_over) return;
+    say(change.state, change.state === "interrupted" || change.state === "deleted");
+    if (change.state !== "ended" && change.state !== "deleted") return;
     source.close(); // With the run may end who serves this page.
     document.querySelectorAll("nav form").forEach((form) => form.remove());
   };

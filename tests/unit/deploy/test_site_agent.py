@@ -228,6 +228,17 @@ def test_operator_sees_what_runs_do_and_what_leaves(
     text = "\n".join(run_status.lines(found, other.at + 60))
     assert "accepted, 1 min 00 s ago" in text
     assert f"of {format_cap(1000.0)} spent" in text
+    assert "no agent runs" in text
+    site_folder.note_contact(config.folder)
+    with site_folder.only_one(config.folder):
+        found = run_status.status(config)
+    assert found.last_contact is not None
+    frozen, _ = "\n".join(run_status.lines(found, found.last_contact + 90)).split(
+        "\n", 1
+    )
+    assert "no answer for 1 min 30 s" in frozen
+    well, _ = "\n".join(run_status.lines(found, found.last_contact + 3)).split("\n", 1)
+    assert well.endswith("its agent runs; last contact 3.0 s ago")
     agent.close()
 
 

@@ -11,7 +11,7 @@ from support.event_samples import Script
 from federation.clock import SystemClock
 from federation.errors import FederationError
 from federation.event_log import EventWriter
-from federation.events import Event, RunFinished
+from federation.events import Event, RunFinished, SiteFailed
 from federation.messages import FailureKind
 from monitoring.pages import report
 from monitoring.runs.run_folder import RunFolder
@@ -74,7 +74,7 @@ def test_damaged_and_torn_lines_cost_only_themselves(tmp_path: Path) -> None:
     *lines, last = run.events.read_bytes().splitlines(keepends=True)
     run.events.write_bytes(b"".join([*lines[:5], b'{"event": \xff\n', *lines[5:]]))
     feed = RunFeed(run)
-    assert not _page(feed).is_over
+    assert _page(feed).state == "interrupted"
     assert "1 damaged line of events.jsonl" in _page(feed).sections["log"]
     with run.events.open("ab") as log:
         log.write(last[:10])
@@ -82,7 +82,34 @@ def test_damaged_and_torn_lines_cost_only_themselves(tmp_path: Path) -> None:
         assert not feed.look()
         log.write(last[10:])
     assert isinstance(events[-1], RunFinished)
-    assert _page(feed).is_over
+    assert _page(feed).state == "ended"
+
+
+@pytest.mark.slow
+def test_another_file_in_its_place_is_read_anew(tmp_path: Path) -> None:
+    """A restored backup is shorter; a deleted folder is no run that goes on."""
+    run, numbers = RunFolder(tmp_path), RunsCollector(lambda: [run])
+    events = event_samples.run(Script(rounds=6))
+    half = len(events) // 2
+    _write(run, events)
+    feed = RunFeed(run)
+    assert _page(feed).title.endswith("6/6")
+    assert numbers.look()[tmp_path.name].ended["completed"] == 6
+    run.events.unlink()
+    assert feed.look()
+    gone = _page(feed)
+    assert gone.state == "deleted"
+    assert "was deleted" in gone.sections["now"]
+    _write(run, events[:half])
+    restored = _page(feed)
+    assert (restored.title, restored.state) == (
+        "two-clouds-quickstart 3/6",
+        "interrupted",
+    )
+    assert numbers.look()[tmp_path.name].ended["completed"] < 6
+    for event in events[half:]:
+        _write(run, [event])
+    assert _page(feed).sections == _page(RunFeed(run)).sections
 
 
 @pytest.mark.slow
@@ -92,13 +119,28 @@ def test_killed_run_is_not_shown_as_going_on(tmp_path: Path) -> None:
     events = event_samples.run(Script(rounds=6))
     _write(run, events[: len(events) // 2])
     killed = _page(RunFeed(run))
-    assert not killed.is_live
+    assert killed.state == "interrupted"
     assert "was interrupted" in killed.sections["now"]
     assert "Waits for" not in killed.sections["now"]
     with run.locked():
         going = _page(RunFeed(run))
-    assert going.is_live
+    assert going.state == "live"
     assert "was interrupted" not in going.sections["now"]
+
+
+@pytest.mark.slow
+def test_revoked_site_is_called_so(tmp_path: Path) -> None:
+    """Its node is gone, which without the operator's record is only unreachable."""
+    run, (site, _) = RunFolder(tmp_path), event_samples.TWO_SITES
+    script = Script(failures=((2, site, FailureKind.UNREACHABLE),))
+    events = event_samples.run(script)
+    fails = next(at for at, e in enumerate(events) if isinstance(e, SiteFailed))
+    _write(run, events[: fails + 1])
+    with run.locked():
+        assert f"{site}: unreachable" in _page(RunFeed(run)).sections["now"]
+        now = _page(RunFeed(run, revoked=lambda: [site])).sections["now"]
+    assert f"{site}: revoked" in now
+    assert "unreachable" not in now
 
 
 @pytest.mark.slow
@@ -233,7 +275,9 @@ def test_metrics_have_a_token_of_their_own(client: TestClient) -> None:
     bearer = {"authorization": f"Bearer {BEARER}"}
     assert "crossfed_run_loss" in client.get("/metrics", headers=bearer).text
     for wrong in ({}, {"authorization": "Bearer x"}, {"authorization": BEARER}):
-        assert client.get("/metrics", headers=wrong).status_code == 403
+        refused = client.get("/metrics", headers=wrong)
+        assert refused.status_code == 403
+        assert "metrics.token" in refused.text
     for path in ("/", RUN, f"{RUN}/changes"):
         assert client.get(path, headers=bearer).status_code == 403
     _enter(client)

@@ -1,0 +1,49 @@
+"""The list of runs: what it says, and what it reads again."""
+
+from pathlib import Path
+
+import pytest
+from support import event_samples
+from support.event_samples import Script
+
+from deploy.aggregator_host import run_list
+from federation.event_log import EventWriter
+from federation.events import Event
+from monitoring.runs.run_folder import RunFolder
+from monitoring.views.run_fold import fold
+
+
+def _write(run: RunFolder, events: list[Event]) -> None:
+    with EventWriter(run.events) as log:
+        for event in events:
+            log(event)
+
+
+@pytest.mark.parametrize("stop", [40, 60, 1000])
+def test_summary_is_that_of_all_events(tmp_path: Path, stop: int) -> None:
+    """Wherever the log ends, and whatever is left out of it."""
+    run, events = RunFolder(tmp_path), event_samples.run(Script(epsilon_cap=8.0))
+    _write(run, events[:stop])
+    row, view = run_list.summary(run), fold(events[:stop])
+    assert (row["seconds"], row["rounds_completed"]) == (
+        view.seconds,
+        view.rounds_completed,
+    )
+    assert view.last_evaluated is not None
+    assert row["loss"] == view.last_evaluated.pooled.loss
+    assert row["is_noisy"]
+    assert row["status"] == ("completed" if stop == 1000 else "interrupted")
+
+
+def test_unchanged_log_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page lists many runs again and again."""
+    run, events = RunFolder(tmp_path), event_samples.run(Script(rounds=4))
+    _write(run, events[:20])
+    before = run_list.summary(run)
+    with monkeypatch.context() as patch:
+        patch.delattr(RunFolder, "view")
+        assert run_list.summary(run) == before
+    _write(run, events[20:])
+    assert run_list.summary(run)["status"] == "completed"
