@@ -33,6 +33,10 @@ _HEADERS = {
 }
 
 METRICS = "/metrics"
+_ADDRESS = "open the address that crossfed has printed: it holds a token\n"
+_BEARER = (
+    "send the token in the aggregator's metrics.token as Authorization: Bearer TOKEN\n"
+)
 
 
 class Guard:
@@ -86,12 +90,7 @@ class Guard:
             if self._bearer and hmac.compare_digest(given, self._bearer):
                 return None
         if not self._is_known(headers.get("cookie", "")):
-            text = "open the address that crossfed has printed: it holds a token\n"
-            if scope["path"] == METRICS:
-                text = (
-                    "send the token in the aggregator's metrics.token, as "
-                    "Authorization: Bearer TOKEN\n"
-                )
+            text = _BEARER if scope["path"] == METRICS else _ADDRESS
             return PlainTextResponse(text, 403)
         changes = scope["method"] not in {"GET", "HEAD"}
         if changes and headers.get("origin") != f"http://{host}":
