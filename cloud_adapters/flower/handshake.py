@@ -179,6 +179,44 @@ def tell(api: FlowerApi, nodes: Iterable[int], content: bytes, *, clock: Clock) 
         out -= {reply.metadata.reply_to_message_id for reply in api.pull_messages(out)}
 
 
+class Candidate:
+    """A site that is asked to join, while the others work: nothing waits for it."""
+
+    def __init__(
+        self, api: FlowerApi, handshake: Handshake, site: SiteId, node: int
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            api: Flower's own grid.
+            handshake: Lets the site refuse.
+            site: Its name.
+            node: Where it is.
+        """
+        self._call = _Call(
+            api=api,
+            handshake=handshake,
+            sites=[site],
+            known={},
+            enrolled={site: node},
+            required=0,
+        )
+        self._node = node
+
+    def look(self, now: float) -> str | None:
+        """Ask the site, or see what it has answered.
+
+        Returns:
+            Why it does not join, empty if it does; None before it has answered.
+        """
+        call = self._call
+        call.look({self._node}, now)
+        if call.nodes:
+            return ""
+        texts = [*call.handshake.absent.values(), *call.doubts, *call.complaints]
+        return "; ".join(texts) or None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Patience:
     deadline: float  # on the clock's monotonic time

@@ -40,6 +40,7 @@ from monitoring.units import format_duration
 from monitoring.views.run_view import DEPLOYED
 from privacy.membership import introduction
 from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.protocol.of_job import check_layout, contract_of
 
 
@@ -157,9 +158,29 @@ class DeployedRun:
         """Layout of the model."""
         return self._federation.pool.layout
 
-    def sealed_end(self) -> bytes:
-        """Return what tells sites that wait that no more tasks of the run will come."""
-        return introduction.seal_end(self._assembly.run_id, self._parties.identity)
+    def sealed_end(self, reason: str = "") -> bytes:
+        """Return what tells sites that no more tasks of the run will come for them."""
+        run_id, identity = self._assembly.run_id, self._parties.identity
+        return introduction.seal_end(run_id, identity, reason)
+
+    def with_site(self, job: JobSpec, members: Roster) -> SignedHandshake:
+        """Propose the run to a site that may join it.
+
+        Args:
+            job: The run's, and the site.
+            members: Pins the site's key.
+        """
+        return SignedHandshake.of(
+            job,
+            self._assembly.run_id,
+            aggregator=self._parties.identity,
+            roster=members,
+            spares=True,
+        )
+
+    def warn(self, text: str) -> None:
+        """Note something for people."""
+        self._record.emit(Warned(at=self._clock.now(), message=text))
 
     def note_connected(self, found: Connected) -> None:
         """Note for people which sites the run waits for."""
@@ -170,7 +191,7 @@ class DeployedRun:
                 f"{format_duration(found.seconds)} for {', '.join(found.missing)}, "
                 f"which {'is' if len(found.missing) == 1 else 'are'} disconnected"
             )
-            self._record.emit(Warned(at=self._clock.now(), message=text))
+            self.warn(text)
 
     def _can_spare_sites(self) -> bool:
         """Whether a started run can continue without some of its sites.

@@ -351,6 +351,16 @@ def _of_job(request: RunRequest, job: JobSpec) -> RunRequest:
     )
 
 
+def note_job(run: RunFolder) -> None:
+    """Note that sites have joined a run: it needs slots at them, too.
+
+    Raises:
+        StoreUnavailable: Its folder cannot be written.
+    """
+    request = _read(run.path / REQUEST, RunRequest)
+    durable_files.write_json(run.path / REQUEST, _of_job(request, run.read_spec()))
+
+
 def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
     """Find the newest run of a job, which ended before its last round.
 

@@ -24,6 +24,7 @@ from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.deployed_run import Connect, DeployedRun
 from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.aggregator_host.handshake import SignedHandshake
+from deploy.aggregator_host.joining import Door, SiteJoins, take_in
 from deploy.aggregator_host.parties import Parties
 from deploy.aggregator_host.run_queue import (
     Outcome,
@@ -79,14 +80,22 @@ def coordinate(
         StoreUnavailable: The disk is full: there is no outcome either, and the run
             continues when there is room.
     """
-    clock = SystemClock()
+    clock, doors = SystemClock(), list[Door]()
+
+    def is_over() -> bool:
+        """Look between two rounds whether to stop, and who may join."""
+        stops = is_to_stop(run)
+        for door in () if stops else doors:
+            door.look()
+        return stops
+
     try:
         deployed = DeployedRun(
             run,
             read_own(lambda: Parties.of_run(config.folder, run)),
             clock=clock,
             holder=flower_run,
-            stop_requested=partial(is_to_stop, run),
+            stop_requested=is_over,
             goes_on=goes_on,
             allocate=allocator(config.file.disk_mib, run.path / "scratch"),
         )
@@ -96,7 +105,12 @@ def coordinate(
             wait = SiteWait(run=run)
             connect = _connector(api, config, frames, deployed, wait, clock=clock)
             tell_end = partial(_tell_end, api, deployed, config, clock)
+            door = Door(flower_runtime.over(api), run, deployed, clock)
+            doors.append(door)
             result = _run(deployed, run, connect, frames, tell_end)
+    except SiteJoins as joins:
+        take_in(run, joins, clock)
+        raise
     except FederationError as error:
         if not goes_on(error):
             code = exit_codes.of_error(error)

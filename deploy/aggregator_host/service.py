@@ -30,6 +30,7 @@ from deploy.aggregator_host import (
     host_secrets,
     log_files,
     monitor_process,
+    newcomers,
     run_queue,
     superexec_process,
     superlink_process,
@@ -318,7 +319,9 @@ class AggregatorService:
             return
         self._end_dead(control, queue.runs)
         flower, now = control.runs(), self.clock.now()
-        self._end_hanging(control, [r for r in queue.runs if r.works(flower)])
+        working = [one for one in queue.runs if one.works(flower)]
+        self._end_hanging(control, working)
+        newcomers.note(self.config.folder, working, run_queue.slots_of(queue.runs))
         plan = admission.admission(self.config, queue.runs, flower, now=now).plan()
         self._ask_to_yield(one for one in queue.runs if one.name in plan.pause)
         for action in run_queue.decide(queue.runs, flower, plan.start):

@@ -150,7 +150,13 @@ class SiteAgent:
             ProtocolError: It is not from this site's aggregator; it gets no answer.
         """
         if introduction.is_end(sealed):
-            ended = introduction.open_end(sealed, self.roster)
+            end = introduction.open_end(sealed, self.roster)
+            ended = RunId(end.ended)
+            if end.reason and ended not in self._runs:
+                why = wire.one_line(f"cannot be joined: {end.reason}")
+                if run_status.note_refused(self.config, ended, why, self.clock.now()):
+                    self.listener(f"run {ended} {why}")
+                return b""
             self._close_run(ended)
             self._tell_left(ended, has_ended=True)
             return b""
@@ -169,6 +175,7 @@ class SiteAgent:
             self.config.confirm()
         except FederationError as error:
             self.listener(f"run {wire.one_line(run_id)} is refused: {error}")
+            run_status.note_refused(self.config, run_id, str(error), self.clock.now())
             for line in getattr(error, "__notes__", ()):
                 self.listener(line)
             found = self._introduction(sealed, refused=error.outside)

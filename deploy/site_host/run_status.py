@@ -21,10 +21,13 @@ from federation.errors import StoreUnavailable
 from federation.job.disclosure import withheld
 from federation.job.spec import JobSpec
 from federation.typed_json import decode, encode
+from federation.wire import frame as wire
 from monitoring.units import format_duration
 
 STATUS = "status.json"
 SILENT_SECONDS = 60.0  # An agent hears from the aggregator every three.
+STATUS, REFUSED = "status.json", "refused.json"
+_MOST_REFUSED, _ID_CHARS = 10, 100
 # Of each answer, if a setting does not withhold it: field, and what a person calls it.
 _SENT = {
     "num_examples": "the number of training examples",
@@ -70,6 +73,20 @@ class RunStatus:
     held_out_epsilon: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedRun:
+    """A run that the site does not take part in.
+
+    Attributes:
+        reason: Why, in words.
+        at: When this was noted, seconds since 1970.
+    """
+
+    run_id: str
+    reason: str
+    at: float
+
+
 def sent_by(job: JobSpec) -> tuple[str, ...]:
     """What leaves a site with each update of a job, in words."""
     kept = withheld(job)
@@ -85,6 +102,25 @@ def saver(folder: Path) -> Callable[[RunStatus], None]:
             replace_file(folder / STATUS, [json.dumps(encode(status)).encode()])
 
     return save
+
+
+def note_refused(config: SiteConfig, run_id: str, reason: str, at: float) -> bool:
+    """Note why a site does not take part in a run; false if it was known."""
+    path, last = config.folder / REFUSED, refused(config)
+    with contextlib.suppress(StoreUnavailable):  # It is in the log, too.
+        reason, run_id = wire.one_line(reason), run_id[:_ID_CHARS]
+        known = [one for one in last if one.run_id != run_id][1 - _MOST_REFUSED :]
+        found = [*known, RefusedRun(run_id=run_id, reason=reason, at=at)]
+        replace_file(path, [json.dumps([encode(one) for one in found]).encode()])
+    return (run_id, reason) not in {(one.run_id, one.reason) for one in last}
+
+
+def refused(config: SiteConfig) -> Sequence[RefusedRun]:
+    """The last runs that the site does not take part in, the oldest first."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        found = json.loads((config.folder / REFUSED).read_bytes())
+        return [decode(each, RefusedRun, where=REFUSED) for each in found]
+    return ()
 
 
 def read(config: SiteConfig) -> Iterator[RunStatus]:
@@ -108,6 +144,7 @@ class SiteStatus:
         epsilon_cap: That budget.
         epsilon: What all runs on the dataset have spent together.
         runs: Its runs, the oldest first.
+        refused: The last runs that it does not take part in, the oldest first.
     """
 
     site: str
@@ -118,6 +155,7 @@ class SiteStatus:
     epsilon_cap: float | None
     epsilon: float | None
     runs: Sequence[RunStatus]
+    refused: Sequence[RefusedRun] = ()
 
 
 def status(config: SiteConfig) -> SiteStatus:
@@ -137,6 +175,7 @@ def status(config: SiteConfig) -> SiteStatus:
         epsilon_cap=budget.epsilon,
         epsilon=None if spent is None else spent.epsilon,
         runs=list(read(config)),
+        refused=refused(config),
     )
 
 
@@ -162,6 +201,12 @@ def lines(found: SiteStatus, now: float) -> Iterator[str]:
         yield "no run has been accepted here"
     for run in found.runs:
         yield from _run_lines(run, now)
+    begun = {run.run_id: run.at for run in found.runs}
+    for one in found.refused:
+        if one.at > begun.get(one.run_id, 0.0):
+            ago = format_duration(max(0.0, now - one.at))
+            yield ""
+            yield f"run {one.run_id} without this site, {ago} ago: {one.reason}"
 
 
 def _agent(found: SiteStatus, now: float) -> str:

@@ -48,6 +48,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FACTOR = 2  # Between the fewest and the most local steps of a round.
 _PAIR = 2
+_PATTERN = re.compile(r"[a-z0-9._*?-]+", re.ASCII)
 
 
 def check(job: JobSpec) -> JobSpec:
@@ -236,6 +237,10 @@ def _check_combining(job: JobSpec) -> list[JobError]:
         f"schedule.groups: must name each site of the job once, not "
         f"{', '.join(grouped)}": (
             bool(grouped) and grouped != sorted(site.name for site in job.sites)
+        ),
+        "schedule.open_to: gives names of sites, in which * stands for any part: "
+        f"{', '.join(map(repr, job.schedule.open_to))}": not all(
+            map(_PATTERN.fullmatch, job.schedule.open_to)
         ),
         "schedule.grace: has no effect, since a round needs all its sites: set "
         f"{quorum}, or remove this key": (

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from federation.errors import CheckpointMismatch
 from federation.events import RunExtended
 from federation.job import job_digest
 from federation.job.job_file import differences
+from federation.job.method_checks import things
 from federation.job.spec import JobSpec
-from federation.methods.registry import used_by
+from federation.methods.joining import JOINING
 
 
 def check_same(
@@ -58,8 +60,8 @@ def check_extension(before: JobSpec, after: JobSpec) -> tuple[str, ...]:
 
     Raises:
         CheckpointMismatch: It differs in another key, has fewer rounds or nothing more;
-            or what was done in earlier rounds depends on how many there are, or on who
-            takes part.
+            what was done in earlier rounds depends on how many there are, or on who
+            takes part; or its sites have agreed on others that may join.
     """
     known = {site.name for site in before.sites}
     joined = tuple(site.name for site in after.sites if site.name not in known)
@@ -83,6 +85,13 @@ def check_extension(before: JobSpec, after: JobSpec) -> tuple[str, ...]:
             f"a run with {key} cannot be extended: {reason}. Start a new run from its "
             "model instead (model.weights)"
         )
+    agreed = before.schedule.open_to
+    for site in joined if agreed else ():
+        if not any(fnmatchcase(site, pattern) for pattern in agreed):
+            raise CheckpointMismatch(
+                f"{site!r} cannot join: the sites of the run have agreed on "
+                f"{', '.join(agreed)} alone (schedule.open_to)"
+            )
     for key, reason in (_of_members(after) if joined else {}).items():
         raise CheckpointMismatch(
             f"{joined[0]!r} cannot join a run with {key}: {reason}. Start a new run "
@@ -91,23 +100,21 @@ def check_extension(before: JobSpec, after: JobSpec) -> tuple[str, ...]:
     return joined
 
 
+def joining_fault(before: JobSpec, after: JobSpec) -> str:
+    """Why a site may not join a run while it trains; empty if it may."""
+    try:
+        check_extension(before, after)
+    except CheckpointMismatch as error:
+        return str(error)
+    if before.schedule.open_to:
+        return ""
+    return "the run's sites have agreed on no others: its job has no schedule.open_to"
+
+
 def _of_members(job: JobSpec) -> dict[str, str]:
     """What rests on the sites that a run began with, each with how."""
-    found = {
-        method.name: "what sites keep adds up over all that it began with"
-        for method in used_by(job)
-        if method.follows_counted
-    }
-    if job.privacy.secure_aggregation.enabled:
-        found["secure aggregation"] = (
-            "sites have agreed on a roster for the whole run, and two sums that differ "
-            "by the update of one site reveal it"
-        )
-    if job.privacy.differential_privacy.enabled:
-        found["differential privacy"] = (
-            "noise and promises are planned for the sites that it began with"
-        )
-    return found
+    asked = things(job)
+    return {thing: why for thing, why in JOINING.excluded.items() if asked[thing]}
 
 
 def _dependents(job: JobSpec) -> dict[str, str]:

@@ -483,6 +483,9 @@ class ScheduleSpec:
             `training.local_steps`.
         training_share: Share of a round that `auto` aims at, for the site that the
             round waits for.
+        open_to: Names of sites, with `*` and `?`, that join a deployed run between two
+            rounds if they enrol while it trains. The others need no word from their
+            operators: with the job they accept this.
     """
 
     mode: str = key(default="synchronous", choices=("synchronous", "buffered"))
@@ -500,6 +503,7 @@ class ScheduleSpec:
     local_work: str = key(default="fixed", choices=("fixed", "auto"))
     max_local_steps: int | None = key(default=None, low=2)
     training_share: float = key(default=GOOD_SHARE, above=0.0, below=1.0)
+    open_to: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from federation.methods.differential_privacy import (
 from federation.methods.feddyn import FEDDYN
 from federation.methods.flower_apps import FLOWER_APPS
 from federation.methods.half_precision import FLOAT16
+from federation.methods.joining import JOINING
 from federation.methods.kept_optimizer import KEPT_OPTIMIZER
 from federation.methods.kept_zeros import KEPT_ZEROS
 from federation.methods.levels import LEVELS
@@ -49,7 +50,7 @@ METHODS: tuple[Method, ...] = (
     *(PERSONAL, CLUSTERS, USERS_LOOP, FLOWER_APPS),
     *(RELAYS, SAMPLES, REMEMBERING, FAIR, UTILITY, OVER_SELECTION),
     *(CODECS_UP, DYNAMIC_WEIGHTS, ROBUST),
-    *(BUFFERED, BUFFERED_SUMS, CAPACITY),
+    *(BUFFERED, BUFFERED_SUMS, CAPACITY, JOINING),
     *(BEST_MODEL, EARLY_STOPPING, EMA, SWA),
     *(SECURE, GROUPS, LEVELS, ELEMENT_BOUND),
     *(PRIVACY, RECORD, PERSON, JOINT, WHOLE_SITES, ADAPTIVE_CLIP, STANDARDISE),

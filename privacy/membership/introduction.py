@@ -108,10 +108,12 @@ class End:
     Attributes:
         version: Version of this message.
         ended: ID of the run.
+        reason: Why a site that enrolled meanwhile cannot join it; empty for others.
     """
 
     version: int
     ended: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,19 +221,20 @@ def are_statements(sealed: bytes) -> bool:
     return b'"introductions": [' in _body(sealed)
 
 
-def seal_end(run_id: RunId, aggregator: Identity) -> bytes:
-    """Sign that a run has ended before its last round."""
-    return _seal(End(version=VERSION, ended=run_id), aggregator, Label.END)
+def seal_end(run_id: RunId, aggregator: Identity, reason: str = "") -> bytes:
+    """Sign that a run has no more tasks for a site; with a reason, never had any."""
+    end = End(version=VERSION, ended=run_id, reason=reason)
+    return _seal(end, aggregator, Label.END)
 
 
-def open_end(sealed: bytes, roster: Roster) -> RunId:
-    """Check that the aggregator says that a run has ended, and read which.
+def open_end(sealed: bytes, roster: Roster) -> End:
+    """Check that the aggregator says that a run is over for this site, and read it.
 
     Raises:
         ProtocolError: It does not, or the message is not well formed.
     """
     _verify_aggregator(sealed, roster, Label.END)
-    return RunId(_parse(_body(sealed), End).ended)
+    return _parse(_body(sealed), End)
 
 
 def is_end(sealed: bytes) -> bool:

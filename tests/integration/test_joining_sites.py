@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,25 +65,22 @@ def write(
     return job
 
 
-def begun_and_stopped(federation: Deployment, job: Path, name: str) -> int:
-    """Run a job for some rounds; a site enrols, and starts, while they are trained."""
-    earlier, at = federation.num_runs(), ("--aggregator", federation.config)
+def begin(federation: Deployment, job: Path) -> Any:
+    """Run a job until its first round has ended."""
+    earlier = federation.num_runs()
     follower = federation.run(job)
     begins = "the run begins, or is refused"
     is_over = follower.poll
     wait_for(lambda: federation.num_runs() > earlier or is_over() is not None, begins)
     assert federation.num_runs() > earlier, follower.communicate()
     wait_for(lambda: federation.rounds() > 0, "a round is finished")
-    with federation.frozen("coordinator_process"):  # Or it might be done by then.
-        if not (federation.folder / NEW).exists():
-            federation.enrol(NEW)
-            federation.equip(NEW, POLICY)
-            federation.start_site(NEW)
-        follower.send_signal(signal.SIGHUP)
-        follower.wait(30)
-        crossfed("stop", name, *at)
-    crossfed("watch", name, *at, code=130)
-    return federation.rounds()
+    return follower
+
+
+def add(federation: Deployment, policy: str = POLICY) -> None:
+    federation.enrol(NEW)
+    federation.equip(NEW, policy)
+    federation.start_site(NEW)
 
 
 def finish(process: Any) -> dict[str, Any]:
@@ -93,26 +89,14 @@ def finish(process: Any) -> dict[str, Any]:
     return dict(json.loads(out))
 
 
-def test_site_that_enrolled_meanwhile_joins_a_stopped_run(
-    federation: Deployment, tmp_path: Path
-):
-    """Without a word to the other sites, to the old number of rounds."""
-    job = write(tmp_path, "joins", [*SITES])
-    done = begun_and_stopped(federation, job, "joins")
-    assert 0 < done < 40
-    longer = write(tmp_path, "joins", [*SITES, NEW])
-    result = finish(federation.run(longer, extend=40))
-    assert (result["status"], result["rounds_completed"]) == ("completed", 40)
-    (event,) = federation.events("RunExtended")
-    assert (event["joined"], event["last_round"]) == ([NEW], done)
-    rounds = federation.events("RoundFinished")
-    assert {tuple(sorted(r["answered"])) for r in rounds[:done]} == {(*sorted(SITES),)}
-    assert {len(r["answered"]) for r in rounds[done:]} == {3}
-    # The run's job by now: as another coordinator resumes it.
-    crossfed("run", str(longer), "--aggregator", federation.config, "--resume", code=1)
+def status(federation: Deployment) -> str:
+    return crossfed(
+        "site", "status", "--config", str(federation.folder / NEW / "site.toml")
+    ).stdout
 
 
 def test_secure_run_says_why_a_site_cannot_join(federation: Deployment, tmp_path: Path):
+    """To the site, and to who would extend it."""
     secure = """
 [aggregation]
 weights = "uniform"
@@ -121,15 +105,56 @@ weights = "uniform"
 enabled = true
 two_sites_waiver = true
 """
-    for site in SITES:
-        federation.end(site)
-        federation.equip(site, POLICY.replace("secure_aggregation = false\n", ""))
-        federation.start_site(site)
-    job = write(tmp_path, "secure", [*SITES], tables=secure)
-    done = begun_and_stopped(federation, job, "secure")
-    longer = write(tmp_path, "secure", [*SITES, NEW], tables=secure)
-    at = ("--aggregator", federation.config)
-    told = crossfed("run", str(longer), *at, "--extend", "40", code=2).stderr
-    assert re.search(rf"'{NEW}' cannot join .* secure aggregation: ", told)
+    job = write(tmp_path, "secure", [*SITES], rounds=400, tables=secure)
+    follower, at = begin(federation, job), ("--aggregator", federation.config)
+    add(federation)
+    told = r"cannot be joined: .*secure aggregation: .* reveal it"
+    wait_for(lambda: bool(re.search(told, status(federation))), "the site is told")
+    assert re.search(told, (federation.folder / f"{NEW}.log").read_text())
+    crossfed("stop", "secure", *at)
+    follower.communicate(timeout=400)
     assert not federation.events("RunExtended")
-    assert federation.rounds() == done
+    longer = write(tmp_path, "secure", [*SITES, NEW], rounds=400, tables=secure)
+    told = crossfed("run", str(longer), *at, "--extend", "400", code=2).stderr
+    assert re.search(rf"'{NEW}' cannot join .* secure aggregation: ", told)
+
+
+def test_site_joins_a_run_that_trains_once_its_policy_allows(
+    federation: Deployment, tmp_path: Path
+):
+    """Nobody stops it; its coordinator is killed meanwhile, and sites stay."""
+    at = ("--aggregator", federation.config)
+    federation.end(NEW)
+    federation.equip(NEW, POLICY.replace('"none"', '"record"'))
+    federation.start_site(NEW)
+    tables = '[schedule]\nopen_to = ["aws-*"]'
+    follower = begin(
+        federation, write(tmp_path, "open", [*SITES], rounds=4000, tables=tables)
+    )
+    refused = r"without this site.*differential_privacy"
+    wait_for(lambda: bool(re.search(refused, status(federation))), "it refuses")
+    assert not federation.events("RunExtended")
+    federation.end(NEW)
+    federation.equip(NEW, POLICY)
+    federation.start_site(NEW)
+    federation.kill_child("coordinator_process")  # The next one asks at once.
+    wait_for(lambda: bool(federation.events("RunExtended")), "it joins")
+    (event,) = federation.events("RunExtended")
+    assert event["joined"] == [NEW]
+    last = event["last_round"]
+
+    def answered() -> list[list[str]]:
+        ended = federation.events("RoundFinished")
+        return [each["answered"] for each in ended if each["round_index"] > last + 1]
+
+    wait_for(lambda: len(answered()) > 2, "rounds follow")
+    assert {tuple(sorted(each)) for each in answered()} == {(NEW, *sorted(SITES))}
+    federation.kill_child("coordinator_process")
+    done = len(answered())
+    wait_for(lambda: len(answered()) > done, "it resumes with the site")
+    crossfed("stop", "open", *at)
+    follower.communicate(timeout=400)
+    assert {len(each) for each in answered()} == {3}
+    # As a person extends it, it is the new job's.
+    longer = write(tmp_path, "open", [*SITES, NEW], rounds=5000, tables=tables)
+    crossfed("run", str(longer), *at, "--resume", code=2)

@@ -41,6 +41,8 @@ NOT_HERE = {
     *(Thing.FLOWER_APPS, Thing.GROUPS, "noise for persons", "noised statistics"),
     *(Thing.PRIVACY, "an adaptive clip norm", "an equal average of models"),
     *("early stopping", Thing.ELEMENT_BOUND, Thing.REMEMBERING),
+    # It changes nothing in a simulation.
+    "sites that join",
     # A resumed run has lost the tasks that were open.
     *(Thing.BUFFERED, "sums of groups at their own pace"),
 }

@@ -195,6 +195,24 @@ def test_operator_reads_that_a_run_ended_early(
     agent.close()
 
 
+def test_site_hears_why_it_cannot_join_a_run_and_its_own_runs_go_on(
+    agent: SiteAgent, members: Consortium
+):
+    said: list[str] = []
+    agent.listener = said.append
+    accepted(agent, members, small_job(num_sites=2))
+    other = RunId("20260102-030405-000009")
+    for run_id in (other, other, RUN_ID):
+        end = introduction.seal_end(run_id, members.aggregator, "others\x1b reveal it")
+        assert agent.introduce(end) == b""
+        (known,) = run_status.status(agent.config).refused
+        assert (known.run_id, known.reason.isprintable()) == (other, True)
+        assert sum(f"run {other} cannot be joined" in line for line in said) == 1
+    # A run of its own is over, whatever the reason.
+    assert said[-1].startswith(f"run {RUN_ID} did not start")
+    agent.close()
+
+
 def test_operator_sees_what_runs_do_and_what_leaves(
     agent: SiteAgent, members: Consortium
 ):

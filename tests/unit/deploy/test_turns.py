@@ -10,8 +10,13 @@ from support import event_samples
 from support.small_jobs import small_job
 
 from cloud_adapters.flower.facts import Connected, FlowerRun
-from deploy.aggregator_host import admission, owners, run_queue
+from deploy.aggregator_host import admission, newcomers, owners, run_queue
 from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile, QueueSpec
+from deploy.aggregator_host.enrolment_book import (
+    BookFile,
+    EnrolledSite,
+    EnrolmentBook,
+)
 from deploy.aggregator_host.owners import Owner, Usage
 from deploy.aggregator_host.run_queue import (
     GiveUp,
@@ -24,7 +29,11 @@ from federation.errors import CorruptObject, JobError
 from federation.event_log import to_line
 from federation.events import RoundFinished, RunFinished, RunStarted
 from federation.ids import SiteId
+from federation.platform_identity import PlatformIdentity
 from monitoring.runs.run_folder import REQUEST, RunFolder
+from privacy.secagg.agreement import roster
+from privacy.secagg.agreement.identity import generate
+from privacy.secagg.agreement.roster import RELAY, SITE, Roster, RosterEntry
 
 RUNNING = FlowerRun(is_over=False, status="running")
 OVER = FlowerRun(is_over=True, status="finished failed")
@@ -51,6 +60,55 @@ def queued(run: RunFolder) -> QueuedRun:
 
 def started(run: RunFolder, at: float, flower_run: int = 7) -> None:
     run_queue.note_start(queued(run), flower_run, fruitless=1, at=at)
+
+
+def test_newcomers_are_noted_for_runs_while_a_slot_of_theirs_is_free(tmp_path: Path):
+    """Not relays, revoked sites, or sites that only the roster or a run has."""
+    names = ["a", "b", "c", "d", JOB.sites[0].name]
+    people = {name: generate(os.urandom) for name in names}
+    entries = [
+        RosterEntry(
+            site=SiteId(name),
+            organisation=name,
+            public_key=people[name].public.key,
+            role=RELAY if name == "c" else SITE,
+        )
+        for name in sorted(names)
+    ]
+    pinned = Roster(
+        serial=3,
+        aggregator_organisation="x",
+        aggregator_key=generate(os.urandom).public.key,
+        sites=tuple(entries),
+    )
+    (tmp_path / "roster.toml").write_text(roster.dumps(pinned))
+    book = EnrolmentBook()
+    for number, name in enumerate(("a", "b", "c", JOB.sites[0].name)):
+        member = EnrolledSite(
+            site=name,
+            organisation=name,
+            release="1",
+            identity=people[name].public.key.hex(),
+            node_key="",
+            node_id=str(number),
+            enrolled_at=0.0,
+            certificates=(),
+            machine=PlatformIdentity(platform="aws", account="1", principal="x"),
+        )
+        book = book.with_member(member)
+    withdrawn = book.without("b", at=1.0)
+    BookFile(folder=tmp_path).write(withdrawn.with_member(book.members[1]))
+    runs = [queued(submitted(tmp_path, name)) for name in "xy"]
+
+    def found() -> list[list[str]]:
+        newcomers.note(tmp_path, runs, {})
+        read = (newcomers.read(one.run) for one in runs)
+        return [[each.site for each in one.sites] if one else [] for one in read]
+
+    assert found() == [["a"], ["a"]]
+    request = runs[1].request
+    runs[1] = replace(runs[1], request=replace(request, sites=(*request.sites, "a")))
+    assert found() == [[], []]
 
 
 def noted(run: RunFolder, at: float, *, ends: bool = False) -> None:

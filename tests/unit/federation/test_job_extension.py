@@ -5,10 +5,14 @@ from typing import Any
 import pytest
 from support import toy
 
-from federation.errors import CheckpointMismatch
+from federation.errors import CheckpointMismatch, JobError
 from federation.events import RunExtended
 from federation.job import job_digest
-from federation.job.job_extension import check_extension, check_same
+from federation.job.job_extension import (
+    check_extension,
+    check_same,
+    joining_fault,
+)
 from federation.job.spec import JobSpec
 
 SITES = [{"name": name} for name in "cab"]
@@ -85,6 +89,21 @@ def test_site_that_cannot_join_is_told_by_name_and_why(
     with pytest.raises(CheckpointMismatch, match=words) as caught:
         check_extension(job_of(**tables), job_of(D, **tables))
     assert str(caught.value).startswith("'d' cannot join")
+
+
+def test_only_sites_that_the_others_have_agreed_on_join_while_a_run_trains():
+    agreed = {"schedule": {"open_to": ["d", "x-*"]}}
+    assert joining_fault(job_of(**agreed), job_of(D, **agreed)) == ""
+    with pytest.raises(CheckpointMismatch, match=r"'e' cannot join.*d, x-"):
+        check_extension(job_of(**agreed), job_of(D, E, **agreed))
+    assert "'e' cannot" in joining_fault(job_of(**agreed), job_of(E, **agreed))
+    # An operator may add it by hand.
+    assert check_extension(job_of(), job_of(D)) == ("d",)
+    assert "open_to" in joining_fault(job_of(), job_of(D))
+    secret = {"privacy": {"secure_aggregation": {"enabled": True}}}
+    assert "reveal" in joining_fault(job_of(**secret), job_of(D, **secret))
+    with pytest.raises(JobError, match=r"schedule\.open_to.*'D'"):
+        job_of(schedule={"open_to": ["D"]})
 
 
 def test_schedule_of_the_learning_rate_needs_the_number_of_rounds_alone():

@@ -24,6 +24,7 @@ from federation.job.adapters import check_exact
 from federation.job.method_checks import things
 from federation.job.spec import JobSpec
 from federation.methods.buffered import BUFFERED_SUMS
+from federation.methods.joining import JOINING
 from federation.methods.method import Method, Thing
 from federation.methods.personal import CLUSTERS
 from federation.methods.registry import METHODS
@@ -127,6 +128,7 @@ ON: dict[str, dict[str, Any]] = {
         "schedule": {"mode": "buffered", "groups": [[*NINE[:3]], [*NINE[3:]]]},
         "sites": [{"name": name} for name in NINE],
     },
+    JOINING.name: {"schedule": {"open_to": ["d-*"]}},
     Thing.CAPACITY: {
         "schedule": {"allocation": "capacity"},
         "training": {"local_epochs": None, "local_steps": 2},
