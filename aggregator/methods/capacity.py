@@ -5,9 +5,10 @@ and waits ``a_i`` seconds for messages, takes ``n_i`` steps so that for one ``T`
 
     a_i + b_i n_i = T        sum_i n_i = N training.local_steps
 
-within the bounds of the job. Sites scale their updates to ``training.local_steps``
-(FedNova: Wang et al. 2020, arXiv:2007.07481), so that the fast ones do not pull the
-model to themselves.
+within the bounds of the job. The first round, of equal work, takes half the steps, and
+the second takes the rest: so the slowest sites soon hold up nobody. Sites scale their
+updates to ``training.local_steps`` (FedNova: Wang et al. 2020, arXiv:2007.07481), so
+that the fast ones do not pull the model to themselves.
 
 Each answer shows both numbers; of the newest three the median counts. One slow round
 changes nothing, and a site whose speed has changed is known after two. A site that
@@ -52,8 +53,22 @@ class Capacity(ServerGuest):
             for site in record.cohort
             if (found := _pace(record.state.site_times.get(site, ()))) is not None
         }
-        for site, num_steps in allocate(self.job, record.cohort, paces).items():
+        each = self._steps_each(record.state)
+        for site, num_steps in allocate(self.job, record.cohort, paces, each).items():
             record.steps_of[site] = allocated(self.job, record.round_index, num_steps)
+
+    def _steps_each(self, state: RunState) -> int:
+        """Mean of the steps of a round: fewer as long as nothing is known.
+
+        Half, for those steps are scaled to twice as many; the next round makes up for
+        it. A buffer waits for nobody.
+        """
+        each = self.job.training.local_steps or 0
+        if self.job.buffer_size is not None or state.rounds_completed > 1:
+            return each
+        if state.rounds_completed:
+            return each + each // 2
+        return each if state.site_times else each - each // 2
 
     def after_round(self, new_state: RunState, record: RoundRecord) -> RunState:
         """Note what the steps of each site took; see ``ServerGuest``."""
@@ -97,19 +112,23 @@ def _pace(times: Sequence[RoundTime]) -> Pace | None:
 
 
 def allocate(
-    job: JobSpec, cohort: Sequence[SiteId], paces: Mapping[SiteId, Pace]
+    job: JobSpec,
+    cohort: Sequence[SiteId],
+    paces: Mapping[SiteId, Pace],
+    each: int | None = None,
 ) -> Mapping[SiteId, int]:
     """Choose the local steps of each site of a round.
 
     Args:
-        job: Sets their mean and their bounds.
+        job: Sets their bounds, and their mean.
         cohort: The sites.
         paces: What is known of them; others count as fast as the median.
+        each: Their mean in this round, if it is another one.
 
     Returns:
         Steps by site. Their sum is that of equal work, unless bounds forbid it.
     """
-    each = job.training.local_steps or 0
+    each = each or job.training.local_steps or 0
     if not paces:
         return dict.fromkeys(cohort, each)
     usual = Pace(

@@ -52,7 +52,7 @@ POLL_SECONDS = 0.02
 SUPERLINK_POLL_SECONDS = 0.1
 # While no answer comes, the pause grows to this share of the time waited, and at most
 # to so many seconds: an answer is noticed late by a twentieth of what it took.
-POLL_SHARE, MOST_POLL_SECONDS = 0.05, 0.5
+POLL_SHARE, MOST_POLL_SECONDS = 0.05, 0.2
 # An answer stays with Flower for this long after its deadline, so that a late one
 # is seen to be late, and then is deleted.
 LATE_SECONDS = 60.0

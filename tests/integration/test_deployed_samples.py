@@ -101,16 +101,18 @@ def write(folder: Path, name: str, rounds: int, schedule: str, steps: int) -> Pa
 
 
 def test_most_of_the_possible_steps_count(federation: Deployment, tmp_path: Path):
-    """From the third round on, when the speeds are known; 88 % where nothing waits."""
+    """Of those that the sites could take that did not fail; from the first round on."""
     schedule = 'allocation = "capacity"\nminimum_sites = 3\ngrace = 0.25'
     job = write(tmp_path, "goodput", 10, schedule, STEPS)
     out, err = federation.run(job).communicate(timeout=600)
     assert json.loads(out)["status"] == "completed", err
-    rounds = [e for e in federation.events("RoundFinished") if e["round_index"] > 2]
-    answers = [e for e in federation.events("SiteAnswered") if e["round_index"] > 2]
-    seconds = sum(event["seconds"] for event in rounds)
-    counted = sum(event["num_steps"] for event in answers)
-    assert counted >= 0.75 * seconds * sum(SPEED.values()) / STEP
+    possible = counted = 0.0
+    for event in federation.events("RoundFinished"):
+        working = sum(SPEED.values()) - SPEED["c"] * ("c" not in event["answered"])
+        possible += event["seconds"] * working / STEP
+    for event in federation.events("SiteAnswered"):
+        counted += event["num_steps"]
+    assert counted >= 0.85 * possible
 
 
 def test_over_selection_goes_on_without_a_frozen_site_and_after_a_kill(

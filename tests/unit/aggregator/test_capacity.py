@@ -144,7 +144,7 @@ def test_late_site_gets_less_work_and_absent_one_does_not():
     job = job_of()
     guest, record = Capacity(job), opened(job)
     guest.before_round_(record)
-    assert {len(steps) for steps in record.steps_of.values()} == {20}
+    assert {len(steps) for steps in record.steps_of.values()} == {10}
     record.late[C] = 8.0
     after = guest.after_round(record.state, record)
     assert [time.seconds for time in after.site_times[C]] == [16.0]
@@ -153,6 +153,9 @@ def test_late_site_gets_less_work_and_absent_one_does_not():
     second = opened(job, known)
     guest.before_round_(second)
     assert len(second.steps_of[C]) < 10 < len(second.steps_of[A])
+    makes_up = opened(job, replace(known, rounds_completed=1))
+    guest.before_round_(makes_up)
+    assert sum(map(len, makes_up.steps_of.values())) == 90
 
 
 def test_late_task_of_a_buffer_counts_from_when_it_was_sent():

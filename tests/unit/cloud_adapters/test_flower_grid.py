@@ -290,7 +290,7 @@ def test_unordered_replies_come_as_they_land(flower: FakeFlower, clock: VirtualC
     replies = exchange(grid)
     assert [r.message.site for r in replies] == ["two", "three", "one"]
     assert kinds(replies)["one"] == FailureKind.DEADLINE
-    assert replies[-1].answered_seconds == pytest.approx(5.0, abs=0.1)
+    assert replies[-1].answered_seconds == pytest.approx(5.0, abs=0.2)
 
 
 def test_ordered_replies_come_in_the_order_of_the_tasks(
@@ -946,9 +946,9 @@ def test_answer_that_takes_long_is_looked_for_rarely():
     over_a_superlink = Delivery(poll_seconds=SUPERLINK_POLL_SECONDS)
     waits = [
         over_a_superlink.pause_seconds(waited, left)
-        for waited, left in ((0.0, 9.0), (4.0, 9.0), (60.0, math.inf), (60.0, 0.3))
+        for waited, left in ((0.0, 9.0), (3.0, 9.0), (60.0, math.inf), (60.0, 0.12))
     ]
-    assert waits == pytest.approx([0.1, 0.2, 0.5, 0.3])
+    assert waits == pytest.approx([0.1, 0.15, 0.2, 0.12])
     assert Delivery(workers=2).pause_seconds(60.0, math.inf) == POLL_SECONDS
 
 
