@@ -45,6 +45,7 @@ from federation.errors import JobError, PrivacyError
 from federation.events import PrivacyPlanned, SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
+from federation.job.evaluation_job import evaluates_only
 from federation.job.metrics import (
     MAX_LOSS,
     TRAINER,
@@ -631,14 +632,20 @@ def _plan(
         round_event=first,
         later=tuple(later),
         held_out=_held_out(job, held_out_units(job, train, held_out), delta),
-        num_rounds=job.rounds + private.reserve_rounds,
-        reserve=private.reserve_rounds,
+        num_rounds=job.rounds + _reserve(job),
+        reserve=_reserve(job),
         most_steps=most_private_steps(job, num_records),
         num_evaluations=_num_evaluations(job),
         once=once,
     )
     _check_schedule(found)
     return found
+
+
+def _reserve(job: JobSpec) -> int:
+    """Rounds of training that are held in reserve; none where nothing is trained."""
+    private = job.privacy.differential_privacy
+    return 0 if evaluates_only(job) else private.reserve_rounds
 
 
 def _check_schedule(plan: SitePlan) -> None:
@@ -668,7 +675,7 @@ def _multiplier(
     once: Sequence[PrivacyEvent],
 ) -> float:
     """The noise with which all planned steps stay within the target."""
-    firsts = [*first_rounds(job.training), job.rounds + 1]
+    firsts = [*first_rounds(job.training), max(job.rounds, 1) + 1]
     jobs = [in_round(job, first) for first in firsts[:-1]]
     kinds = [
         (
@@ -708,7 +715,7 @@ def _plans_in_sum(federation: Federation, shared: SumPrivacy) -> dict[SiteId, Si
             training=training,
             round_event=event,
             held_out=_held_out(job, federation.site_data[name][1], shared.deltas[name]),
-            num_rounds=job.rounds + private.reserve_rounds,
+            num_rounds=job.rounds + _reserve(job),
             num_evaluations=_num_evaluations(job),
             once=standardise.events(job, federation.site_data[name][0]),
             noise_varies=private.noise_multiplier is None,

@@ -54,7 +54,7 @@ def largest_need(job: JobSpec) -> float:
         PrivacyEvent(noise_multiplier=each, sampling_rate=1.0, steps=1, slack=SLACK)
         for each in (() if spec is None else (spec.noise_multiplier,))
     )
-    rounds = job.rounds + private.reserve_rounds
+    rounds = max(job.rounds, 1) + private.reserve_rounds
     try:
         most = noise_multiplier(
             private.target_epsilon, delta, 1.0, rounds, slack=SLACK, beside=[*beside]

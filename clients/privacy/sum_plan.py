@@ -250,7 +250,7 @@ def _multiplier(
         return private.noise_multiplier
     if private.target_epsilon is None:
         raise ValueError("a checked job with differential privacy has a target")
-    rounds = federation.job.rounds + private.reserve_rounds
+    rounds = max(federation.job.rounds, 1) + private.reserve_rounds
     return noise_multiplier(
         private.target_epsilon, delta, rate, rounds, slack=SLACK, beside=beside
     )

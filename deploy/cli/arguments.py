@@ -2,6 +2,7 @@
 
 import argparse
 import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from federation.errors import JobError
@@ -27,12 +28,25 @@ def load_job(options: argparse.Namespace) -> "JobSpec":
         overrides.append(f"seed={options.seed}")
     if getattr(options, "extend", None) is not None:
         overrides.append(f"rounds={options.extend}")
-    job = job_file.load(options.job, overrides)
+    job = job_file.load(options.job, overrides, evaluated=_evaluated(options))
     if job.model.weights is None:
         return job
     from clients.models.starting_weights import pinned  # noqa: PLC0415 -- imports torch
 
     return pinned(job, options.job.parent)
+
+
+def _evaluated(options: argparse.Namespace) -> str:
+    """The model that sites evaluate: a path or a URL; empty for none."""
+    model: str = getattr(options, "evaluate", "") or getattr(options, "model", "")
+    if not model or "://" in model:
+        return model
+    path = Path(model)
+    if not path.exists():
+        from monitoring.runs.find import LOCAL_ROOT, find_run  # noqa: PLC0415 -- as above
+
+        path = find_run(model, getattr(options, "root", LOCAL_ROOT)).path
+    return str(path.absolute())
 
 
 def load_plan(options: argparse.Namespace) -> "DeploymentPlan":

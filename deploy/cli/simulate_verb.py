@@ -1,4 +1,4 @@
-"""The verb ``simulate`` of the command line.
+"""The verbs ``simulate`` and ``evaluate`` of the command line.
 
 Arguments in, progress and what came of it out; the work is in
 ``deploy.wiring.simulation``.
@@ -184,6 +184,8 @@ def _say_how_to_resume(
         tell(f"{why} before the run started; there is nothing to resume")
         return
     words = ["crossfed", "simulate", str(options.job)]
+    if model := getattr(options, "model", ""):
+        words[1:2] = ["evaluate", model]
     for text in options.set:
         words += ["--set", text]
     if options.seed is not None:
@@ -197,6 +199,13 @@ def _say_how_to_resume(
     tell(f"{why}; {first}resume with\n  {shlex.join(words)}")
 
 
+def _evaluate(options: argparse.Namespace) -> int:
+    """Run a job without training: its sites evaluate a model."""
+    options.extend = options.transcript = None
+    return _simulate(options)
+
+
 VERBS = {
+    "evaluate": _evaluate,
     "simulate": _simulate,
 }

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from federation.compression.choice import FOR_MODELS, unused
 from federation.errors import JobError, broken, joined
 from federation.job.adapter_ranks import check_ranks, ranks_of
+from federation.job.evaluation_job import check_evaluation
 from federation.job.method_checks import MEANS, check_methods
 from federation.job.metrics import check_objective, is_function
 from federation.job.privacy_checks import (
@@ -79,6 +80,7 @@ def check(job: JobSpec) -> JobSpec:
         check_simulation,
         check_relays,
         check_selection,
+        check_evaluation,
     ):
         try:
             faults += rule(job) or ()

@@ -21,6 +21,7 @@ from typing import Any
 
 from federation.errors import JobError, joined, os_errors
 from federation.job import code_files
+from federation.job.evaluation_job import make_evaluation
 from federation.job.fleet import drawn
 from federation.job.job_checks import check
 from federation.job.job_keys import documented, keys_below
@@ -52,7 +53,7 @@ _DEEP = re.compile(
 _TOO_LARGE = 2**63  # TOML's whole numbers have 64 bits.
 
 
-def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
+def load(path: Path, overrides: Iterable[str] = (), *, evaluated: str = "") -> JobSpec:
     """Read and check a job file, and pin the users' code that it names.
 
     Args:
@@ -60,6 +61,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
         overrides: ``key=value`` texts that replace keys of the file: dotted keys,
             ``sites.0.name`` for an entry of a list; values in TOML, or bare words.
             An empty value takes the key out.
+        evaluated: A model; the job then evaluates it, and trains none.
 
     Raises:
         JobError: The file cannot be read, is not TOML, or asks for something that
@@ -72,6 +74,8 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
             fault = f"cannot set {text!r}: write key=value, for example rounds=3"
             raise JobError(fault)
         override(document, name.strip(), _toml_value(raw.strip()))
+    if evaluated:
+        make_evaluation(document, evaluated)
     code_files.pin(document, path.parent)
     return parse(document)
 

@@ -714,7 +714,8 @@ class JobSpec:
 
     Attributes:
         name: Name of the job: lower-case letters, digits, `.`, `_`, `-`.
-        rounds: Rounds to run.
+        rounds: Rounds to run; 0 only evaluates `model.weights`, as `crossfed evaluate`
+            does.
         seed: Seed of all randomness in a simulation: initial weights, partition,
             example order, cohorts.
         model: What is trained: a function that builds it, and its starting weights.
@@ -735,7 +736,7 @@ class JobSpec:
     """
 
     name: str
-    rounds: int = key(low=1, high=MAX_ROUNDS)
+    rounds: int = key(low=0, high=MAX_ROUNDS)
     seed: int = key(default=0, low=0)
     model: ModelSpec
     data: DataSpec | None = None

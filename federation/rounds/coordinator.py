@@ -32,6 +32,7 @@ from federation.errors import (
     RunConflict,
 )
 from federation.ids import RunId, SiteId
+from federation.job.evaluation_job import evaluates_only
 from federation.job.spec import JobSpec
 from federation.members import Members, Standing
 from federation.messages import LedgerAnchor, TaskKind, join_anchors
@@ -397,9 +398,29 @@ def _evaluate_last(
         with suppress(QuorumNotMet):
             parts.gather.evaluation(record)
         record.finish_evaluation()
+        if evaluates_only(job) and not _is_evaluated(job, record):
+            raise _not_evaluated(job, record.verdicts)
     for guest in parts.guests:
         state = guest.after_run(state, record, at=parts.clock.now(), emit=parts.emit)
     return state
+
+
+def _is_evaluated(job: JobSpec, record: RoundRecord) -> bool:
+    """Whether a secure sum was opened, or a quorum has answered in the clear."""
+    sums = record.sums
+    is_opened = sums.secret_evaluation is not None
+    return is_opened or len(sums.evaluations) >= job.minimum_sites
+
+
+def _not_evaluated(job: JobSpec, verdicts: RoundVerdicts) -> FederationError:
+    """Say why a run that only evaluates has no result."""
+    if verdicts.out_of_budget:
+        return _out_of_budget(verdicts)
+    return QuorumNotMet(
+        f"too few sites evaluated the model (the quorum is {job.minimum_sites} of "
+        f"{len(job.sites)} sites); {_said(verdicts.complaints)}fix the cause, then "
+        "continue with --resume"
+    )
 
 
 def _evaluators(job: JobSpec) -> tuple[SiteId, ...]:
@@ -453,7 +474,7 @@ def _check_result(
 ) -> None:
     """Check that a finished run has a result; also called for a resumed run."""
     _check_progress(job, parts, state, complaints)
-    if state.rounds_completed == 0:
+    if state.rounds_completed == 0 and not evaluates_only(job):
         one = job.rounds == 1
         none = (
             "the only round had no" if one else f"none of the {job.rounds} rounds had a"

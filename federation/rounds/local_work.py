@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from federation.errors import ProtocolError
+from federation.job.evaluation_job import evaluates_only
 from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import RoundTask, TaskKind
 
@@ -148,12 +149,18 @@ def check_not_taken(steps: range, taken: int) -> None:
 
 
 def check_task(job: JobSpec, task: RoundTask) -> None:
-    """Check a site's task against the range of steps that the job allows.
+    """Check a site's task against the work that the job allows.
 
     Raises:
-        ProtocolError: The task asks for other steps.
+        ProtocolError: The task asks for other steps; or, in a job that only evaluates,
+            for training, or for results of another model than its own.
     """
     steps = task.steps
+    if evaluates_only(job) and (task.kind is TaskKind.TRAIN or task.based_on):
+        raise ProtocolError(
+            "was asked for more than the results of model.weights, but the job only "
+            "evaluates that model (rounds = 0)"
+        )
     if not leaves_steps_open(job) or task.kind is not TaskKind.TRAIN:
         if steps is not None:
             raise ProtocolError(

@@ -125,10 +125,10 @@ class SecureSizes:
 
     def task(self, round_index: int, kind: TaskKind) -> int:
         """Bytes that go with the model."""
-        if kind is TaskKind.EVALUATE:
-            return self.last_task
         if round_index == 1:
             return self.first_task
+        if kind is TaskKind.EVALUATE:
+            return self.last_task
         return self.next_tasks[(round_index - 1) % len(self.next_tasks)]
 
     def update(self, round_index: int) -> int:

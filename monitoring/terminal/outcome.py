@@ -29,12 +29,15 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
     """
     yield f"status      {status or view.status}"
     by_engine = f" ({view.engine})" if len(view.engines) > 1 else ""
-    yield f"rounds      {view.rounds_completed}{by_engine}"
+    if view.started.rounds:
+        yield f"rounds      {view.rounds_completed}{by_engine}"
+    else:  # Nothing was trained.
+        yield f"model       {view.started.weights}"
     if view.selected is not None:
         yield f"model       {chosen(view.selected)}"
     yield from (f"{name:<11} {text}" for name, text in quality(view))
     if not math.isfinite(loss_of(_newest_sums(view)) or 0.0):
-        yield f"diverged    {_DIVERGED}"
+        yield f"diverged    {_diverged(view)}"
     if view.privacy is not None:
         spent = privacy_words.spent(
             view.privacy, view.total_spent, by_results=view.by_results
@@ -55,6 +58,17 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
     storage = storage_use.line(view)
     if storage is not None:
         yield f"storage     {storage}"
+
+
+def _diverged(view: RunView) -> str:
+    """Say what to do about a loss that is not finite; for a given model, at whom."""
+    if view.started.rounds:
+        return _DIVERGED
+    at = [s.site for s in view.sites if s.loss and not math.isfinite(s.loss[-1][1])]
+    return (
+        f"the loss is not finite{' at ' if at else ''}{', '.join(at)}: look for NaN in "
+        "the held-out records (crossfed check-job), or give another model"
+    )
 
 
 def _participation(view: RunView) -> Iterator[str]:
@@ -116,4 +130,5 @@ def _on_what(view: RunView) -> str:
         return "not evaluated"
     sites, everyone = len(last.sites), len(view.started.sites)
     whose = "all sites" if sites == everyone else f"{sites} of {everyone} sites"
-    return f"after round {last.round_index}, on held-out data of {whose}"
+    when = f"after round {last.round_index}, " if view.started.rounds else ""
+    return f"{when}on held-out data of {whose}"

@@ -45,6 +45,7 @@ HERE = {
 ELSEWHERE = {
     "simulate": "integration/test_cli.py",
     "check-job": "integration/test_cli.py",
+    "evaluate": "integration/test_evaluation_runs.py",
     "find-rate": "unit/deploy/test_find_rate.py",
     "report": "integration/test_cli.py",
     "audit": "integration/test_audit.py",
