@@ -239,7 +239,7 @@ class BufferedGroups(GroupGather):
                 yield reply
             del reply  # One update at a time: the next is about to land.
             self._go_on(record)
-        if record.has_enough:
+        if record.surplus:
             self._lose_all()
         self._go_on(record)  # The grid may have closed tasks without a word.
 

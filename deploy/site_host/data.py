@@ -51,11 +51,28 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
             loaded another tokeniser than the job names; or they cannot be loaded, and
             only the site's log says why.
     """
+    if file.data.source:
+        _check_shared(file, job)
     data = _own(file, job, watch) if file.data.source else _rehearsed(file, job)
     note = note_on_persons(job, data[0])
     if note:
         _LOG.warning("site %s: %s", file.name, note)
     return data
+
+
+def _check_shared(file: SiteFile, job: JobSpec) -> None:
+    """Refuse to be a replica with other data than the job names for the group."""
+    (own,) = (site.data for site in job.sites if site.name == file.name)
+    if not any(file.name in group for group in job.schedule.replicas):
+        return
+    if own is None or "://" not in own.source or own.source != file.data.source:
+        raise JobError(
+            f"site {file.name!r} has data of its own, of which no other site has a "
+            "copy: take it out of schedule.replicas, or name the bucket that the sites "
+            "of its group share, both in the job (sites.data.source) and in site.toml "
+            "(data.source)",
+            key="schedule.replicas",
+        )
 
 
 def _rehearsed(file: SiteFile, job: JobSpec) -> SiteData:

@@ -86,7 +86,11 @@ def deal_data(
                 )
             check_tokenizers(job, tokenizers[site.name], source=site.data.source)
     trained_here = [site for site in job.sites if site.flower_app is None]
-    names = [SiteId(site.name) for site in trained_here if site.data is None]
+    names = [
+        SiteId(site.name)
+        for site in trained_here
+        if site.data is None and site.name not in job.replica_of
+    ]
     if lacking := without_data(job):
         raise JobError(
             f"site {lacking[0]!r} has no data: add a [data] table for a simulation to "
@@ -99,6 +103,11 @@ def deal_data(
             own |= _deal(job, job.data, names, meters)
         check_tokenizers(job, tokenizers[names[0]], source=job.data.source)
     check_alike(tokenizers)
+    own |= {
+        SiteId(site): own[SiteId(first)]
+        for site, first in job.replica_of.items()
+        if first in own
+    }
     return {SiteId(site.name): own[SiteId(site.name)] for site in trained_here}
 
 

@@ -37,12 +37,14 @@ def check_names(job: JobSpec) -> None:
 
 def check_data(job: JobSpec) -> list[JobError]:
     """Refuse a split that does not fit the sites."""
+    rules = _rules_of_replicas(job)
     without = [s.name for s in job.sites if s.data is None and s.flower_app is None]
+    without = [name for name in without if name not in job.replica_of]
     if job.data is None:
-        return []
+        return broken(rules)
     part, key = job.data.partition, "data.partition.speeds"
     is_used, speeds = part.kind == "proportional", part.speeds
-    rules = {
+    rules |= {
         f'{key}: has no effect with {part.kind!r}: use kind = "proportional"': speeds
         and not is_used,
         f"{key}: has {len(speeds)} numbers for the {len(without)} sites without data "
@@ -51,6 +53,24 @@ def check_data(job: JobSpec) -> list[JobError]:
         and not all(0 < speed < math.inf for speed in speeds),
     }
     return broken(rules)
+
+
+def _rules_of_replicas(job: JobSpec) -> dict[str, object]:
+    sources, rules = {site.name: site.data for site in job.sites}, dict[str, object]()
+    groups, key = job.schedule.replicas, "schedule.replicas"
+    named = [site for group in groups for site in group]
+    for index, group in enumerate(groups):
+        place = f"{key}[{index}]"
+        unknown = [site for site in group if site not in sources]
+        data = [sources.get(site) for site in group]
+        rules |= {
+            f"{place}: has {len(group)} sites: name at least two": len(group) < 2,  # noqa: PLR2004
+            f"{place}: there is no site {unknown[:1]}": unknown,
+            f"{place}: these sites do not all hold the same data: give them one "
+            "sites.data, or none of them": any(one != data[0] for one in data),
+        }
+    rules[f"{key}: names a site twice: {sorted(named)}"] = len({*named}) < len(named)
+    return rules
 
 
 def check_flower_apps(job: JobSpec) -> list[JobError]:

@@ -467,6 +467,10 @@ class ScheduleSpec:
             `module:function`. The last three remember what sites did.
         over_selection: Ask this many times `sites_per_round` sites, such as 1.3, and
             end the round with the first `sites_per_round` answers.
+        replicas: Groups of sites that train on the same data. Of each group the first
+            answer of a round counts, and the tasks of the others are withdrawn. In a
+            simulation the first site of a group has a share of the job's data, and the
+            others have copies of it; sites with `data` of their own must name the same.
         allocation: `static`: every site does the same local work. `capacity`: the
             aggregator measures how fast each site is, and gives faster ones more local
             steps, so that all end a round together: `training.local_steps` on average,
@@ -499,6 +503,7 @@ class ScheduleSpec:
     sites_per_round: int | None = key(default=None, low=1)
     sampling: str = key(default="uniform")
     over_selection: float | None = key(default=None, above=1.0, high=10.0)
+    replicas: tuple[tuple[str, ...], ...] = ()
     allocation: str = key(default="static", choices=("static", "capacity"))
     local_work: str = key(default="fixed", choices=("fixed", "auto"))
     max_local_steps: int | None = key(default=None, low=2)
@@ -845,6 +850,7 @@ class JobSpec:
     def cohort_size(self) -> int:
         """How many sites a round asks."""
         asked = self.sites_per_round * (self.schedule.over_selection or 1.0)
+        asked += len(self.replica_of)
         return min(len(self.sites), math.ceil(asked - _ROUNDING))
 
     @property
@@ -855,4 +861,10 @@ class JobSpec:
     @property
     def sites_per_round(self) -> int:
         """How many answers a round has if nobody fails."""
-        return self.schedule.sites_per_round or len(self.sites)
+        return self.schedule.sites_per_round or len(self.sites) - len(self.replica_of)
+
+    @property
+    def replica_of(self) -> Mapping[str, str]:
+        """Of each site that holds a copy of another site's data, that site."""
+        groups = self.schedule.replicas
+        return {site: first for first, *copies in groups for site in copies}

@@ -52,6 +52,28 @@ OVER_SELECTION = Method(
         "a site is charged before its work, whether or not its update is used"
     ),
 )
+REPLICAS = Method(
+    name=Thing.REPLICAS,
+    key="schedule.replicas",
+    excludes={
+        "all sites of a secure sum are in it, so that data of two of them would count "
+        "twice": Thing.SECURE,
+        "the same records would leave two sites with noise of their own, and each "
+        "site's ledger knows of one of them": Thing.PRIVACY,
+        "no round ends, in which the second answer could be withdrawn": Thing.BUFFERED,
+        "a relay adds up the answers of both": Thing.RELAYS,
+        "a round asks all replicas: set minimum_sites": (
+            *(Thing.SAMPLES, Thing.REMEMBERING, Thing.OVER_SELECTION),
+        ),
+        "the steps of a round are shared out among sites of different data": (
+            Thing.CAPACITY
+        ),
+        "a Flower app brings data of its own": Thing.FLOWER_APPS,
+        "parts of the model that stay at a site follow its own answers": (
+            *(Thing.PERSONAL, Thing.CLUSTERS),
+        ),
+    },
+)
 CODECS_UP = Method(
     name=Thing.CODECS_UP,
     key="communication.codec.name",

@@ -65,6 +65,7 @@ class Thing(StrEnum):
     FAIR = "fair sampling"
     UTILITY = "sampling by utility"
     OVER_SELECTION = "over-selection"
+    REPLICAS = "replicas"
     MEAN = "the mean"
     OTHER_COMBINE = "combine rules other than the mean"
     UNGROUPED = "combine rules other than the mean without groups"

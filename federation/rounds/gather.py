@@ -35,7 +35,13 @@ from federation.messages import (
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
 from federation.rounds.failures import failure
 from federation.rounds.round_record import RoundRecord
-from federation.rounds.schedule import BARRIER, Dispatcher, Schedule, ScheduleView
+from federation.rounds.schedule import (
+    BARRIER,
+    Dispatcher,
+    Schedule,
+    ScheduleView,
+    unneeded,
+)
 from federation.vectors import Vector, Words
 
 
@@ -63,6 +69,7 @@ def exchange(
         grid.withdraw(still_open)
 
 
+_NOBODY: frozenset[SiteId] = frozenset()
 _STALE_IN_A_ROW = 3  # Updates after which a person is told.
 _Answer = TypeVar("_Answer", SiteUpdate, MaskedUpdate)
 
@@ -178,9 +185,16 @@ class Gather(Protocol):
 
 
 def present_cohort(
-    members: Members, drawn: Sequence[SiteId], *, quorum: int
+    members: Members,
+    drawn: Sequence[SiteId],
+    *,
+    quorum: int,
+    replica_of: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Members, tuple[SiteId, ...]]:
     """Ask the sites that have not left, if these are enough; see ``Gather.cohort``."""
+    there = members.present(drawn)
+    # A quorum counts the answers of replicas once.
+    quorum += len(there) - len({replica_of.get(site, site) for site in there})
     members = members.for_round(drawn, back=(), quorum=quorum)
     return members, members.present(drawn)
 
@@ -211,6 +225,8 @@ class PlainGather:
     )
     rule_of: Callable[[Vector], CombineRule] | None = None
     _dispatcher: Dispatcher = field(init=False)
+    # Of each site those with the same data.
+    _copies: Mapping[SiteId, frozenset[SiteId]] = field(init=False)
     # Of each site the round of the newest model that it is known to have.
     _held: dict[SiteId, int] = field(init=False, default_factory=dict)
     # Of each update of the round its weight, and the part of a fresh one's that it is.
@@ -220,14 +236,26 @@ class PlainGather:
 
     def __post_init__(self) -> None:
         """Open the dispatcher."""
-        deadline_seconds = self.job.schedule.round_deadline_seconds
-        self._dispatcher = Dispatcher(self.grid, deadline_seconds=deadline_seconds)
+        schedule = self.job.schedule
+        self._copies = {
+            SiteId(site): frozenset(SiteId(other) for other in group if other != site)
+            for group in schedule.replicas
+            for site in group
+        }
+        self._dispatcher = Dispatcher(
+            self.grid,
+            deadline_seconds=schedule.round_deadline_seconds,
+            copies=self._copies,
+        )
 
     def cohort(
         self, members: Members, drawn: Sequence[SiteId]
     ) -> tuple[Members, tuple[SiteId, ...]]:
         """Ask all sites that have not left; see ``Gather``."""
-        return present_cohort(members, drawn, quorum=self.job.minimum_sites)
+        job = self.job
+        return present_cohort(
+            members, drawn, quorum=job.minimum_sites, replica_of=job.replica_of
+        )
 
     def update(self, record: RoundRecord, out_d: Vector) -> Vector:
         """Train; see ``Gather``."""
@@ -254,16 +282,20 @@ class PlainGather:
     def _faultless(
         self, replies: Iterable[Reply], record: RoundRecord
     ) -> Iterator[Reply]:
-        """Replace every faulty answer by a failure."""
+        """Replace by failures faulty answers, and the second one from the same data."""
         for reply in replies:
             message = reply.message
             # Another round may have had other steps: up to the most of the job.
             is_current = message.round_index == record.round_index
             steps = record.steps_of.get(message.site, record.steps)
             steps = steps if is_current else None
-            if isinstance(message, SiteUpdate | SiteEvaluation) and (
-                fault := self.fault_of(message, steps)
+            if not isinstance(message, SiteUpdate | SiteEvaluation):
+                yield reply
+            elif not self._copies.get(message.site, _NOBODY).isdisjoint(
+                record.verdicts.answered
             ):
+                yield unneeded(reply)
+            elif fault := self.fault_of(message, steps):
                 refused = failure(message, FailureKind.INVALID, fault)
                 yield replace(reply, message=refused)
             else:

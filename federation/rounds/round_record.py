@@ -77,7 +77,7 @@ class RoundRecord:
         pending: Sites whose answers are in a relay's sum that is not complete.
         withdrawn: For each site whose task was closed without an answer, the bytes
             that were sent for it.
-        has_enough: Whether nobody needs the answers of these.
+        surplus: Those of them whose answers nobody needs.
         late: For how many seconds each site that missed the deadline was waited for.
         is_usual: Whether it exchanges what most rounds do. Those that set up keys, or
             have no scale of the levels yet, take longer for as many steps.
@@ -101,7 +101,7 @@ class RoundRecord:
     training: dict[SiteId, MetricSums] = field(init=False, default_factory=dict)
     pending: set[SiteId] = field(init=False, default_factory=set)
     withdrawn: dict[SiteId, int] = field(init=False, default_factory=dict)
-    has_enough: bool = field(init=False, default=False)
+    surplus: set[SiteId] = field(init=False, default_factory=set)
     late: dict[SiteId, float] = field(init=False, default_factory=dict)
     is_usual: bool = field(init=False, default=True)
 
@@ -166,7 +166,7 @@ class RoundRecord:
             # The caller is done with this update: let its memory go before the
             # next one lands.
             del reply, message
-        for failure in self.verdicts.close(has_enough=self.has_enough):
+        for failure in self.verdicts.close(self.surplus):
             self._note_failure(failure, None)
         self.sums.end_phase("exchange")
 

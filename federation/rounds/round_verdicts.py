@@ -166,16 +166,17 @@ class RoundVerdicts:
         """Count an answer to a step that may not be used."""
         return self._count(self._failure(site, kind, f"{step.value}: {reason}"))
 
-    def close(self, *, has_enough: bool = False) -> list[SiteFailure]:
+    def close(self, surplus: Collection[SiteId] = ()) -> list[SiteFailure]:
         """End the round: every site that is still open has missed the deadline.
 
-        Unless the round asked it only to be sure of enough answers, and has these.
+        Args:
+            surplus: Those that have not, since the round needs no answer of theirs.
         """
         for task in self._carried:
             self._open.pop(task.site, None)
         missing = [
             self.surplus(site)
-            if has_enough
+            if site in surplus
             else self._failure(site, FailureKind.DEADLINE, "gave no valid answer")
             for site in self._open
         ]

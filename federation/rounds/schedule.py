@@ -8,6 +8,7 @@ says what to do next. ``Dispatcher`` does it. The synchronous round of FedAvg is
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol
 
 from federation.ids import SiteId, TaskId
@@ -262,8 +263,16 @@ def waits_for_all(job: JobSpec) -> bool:
 
     Then answers may be held back until those of other sites have come.
     """
+    if job.schedule.replicas:
+        return False
     answers = (job.buffer_size, job.enough_answers)
     return answers == (None, None) and job.schedule.grace is None
+
+
+def unneeded(reply: Reply) -> Reply:
+    """Return a reply without its content, since others had answered before."""
+    text = failure(reply.message, FailureKind.SURPLUS, SURPLUS)
+    return replace(reply, message=text)
 
 
 class Tally(Protocol):
@@ -272,11 +281,11 @@ class Tally(Protocol):
     Attributes:
         withdrawn: Receives, for each site whose task is closed without an answer, the
             bytes that were sent for it.
-        has_enough: Receives whether nobody needs their answers.
+        surplus: Receives those of them whose answers nobody needs.
     """
 
     withdrawn: dict[SiteId, int]
-    has_enough: bool
+    surplus: set[SiteId]
 
     @property
     def num_usable(self) -> int:
@@ -295,10 +304,24 @@ class Dispatcher:
         open: Tasks without an answer.
     """
 
-    def __init__(self, grid: Grid, *, deadline_seconds: float) -> None:
-        """Send nothing yet; a site has ``deadline_seconds`` for each task."""
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        deadline_seconds: float,
+        copies: Mapping[SiteId, Collection[SiteId]] = MappingProxyType({}),
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            grid: Where tasks are sent.
+            deadline_seconds: How long a site has for each task.
+            copies: Of a site those that do the same work. Once its answer counts, their
+                tasks are withdrawn.
+        """
         self._grid = grid
         self._deadline_seconds = deadline_seconds
+        self._copies = copies
         self._open: dict[TaskId, OpenTask] = {}
         self._surplus: set[tuple[SiteId, int]] = set()
         self.open: Collection[OpenTask] = self._open.values()
@@ -332,9 +355,7 @@ class Dispatcher:
                     yield from self._passed_on(replies, inbox, tally, now)
                 else:
                     if isinstance(action, Apply) and action.gives_up:
-                        tally.has_enough = action.has_enough
-                        sent = self.withdraw(as_surplus=action.has_enough)
-                        tally.withdrawn |= {task.site: n for task, n in sent.items()}
+                        self._give_up(self._open, tally, surplus=action.has_enough)
                     return
         except BaseException:
             self.withdraw()
@@ -355,6 +376,9 @@ class Dispatcher:
             more = tally.num_usable - before
             if task is not None:
                 inbox.append(Arrival(task, more > 0, now()))
+                copies = self._copies.get(task.site, ()) if more > 0 else ()
+                same = [key for key, one in self._open.items() if one.site in copies]
+                self._give_up(same, tally, surplus=True)
             if more not in {0, 1}:  # Of a relay's sum all answers count, or none.
                 inbox[:] = [
                     replace(one, counts=tally.is_usable(one.task.site)) for one in inbox
@@ -385,17 +409,27 @@ class Dispatcher:
         message = reply.message
         if (message.site, message.round_index) not in self._surplus:
             return reply
-        return replace(reply, message=failure(message, FailureKind.SURPLUS, SURPLUS))
+        return unneeded(reply)
 
-    def withdraw(self, *, as_surplus: bool = False) -> Mapping[OpenTask, int]:
-        """Close all tasks that are open, and return the bytes sent for each.
+    def _give_up(
+        self, task_ids: Collection[TaskId], tally: Tally, *, surplus: bool
+    ) -> None:
+        sent = self.withdraw(task_ids, as_surplus=surplus)
+        tally.withdrawn |= {task.site: n for task, n in sent.items()}
+        tally.surplus |= {task.site for task in sent if surplus}
+
+    def withdraw(
+        self, task_ids: Collection[TaskId] | None = None, *, as_surplus: bool = False
+    ) -> Mapping[OpenTask, int]:
+        """Close open tasks, and return the bytes sent for each.
 
         Args:
+            task_ids: Which ones; all by default.
             as_surplus: Whether nobody needs their answers.
         """
-        sent = self._grid.withdraw([*self._open])
+        ids = [*(self._open if task_ids is None else task_ids)]
+        sent = self._grid.withdraw(ids) if ids else {}
+        closed = {self._open.pop(task_id): sent.get(task_id, 0) for task_id in ids}
         if as_surplus:
-            self._surplus |= {(t.site, t.round_index) for t in self._open.values()}
-        closed = {task: sent.get(task_id, 0) for task_id, task in self._open.items()}
-        self._open.clear()
+            self._surplus |= {(task.site, task.round_index) for task in closed}
         return closed

@@ -52,7 +52,7 @@ FAILURE_MEANINGS: Mapping[str, str] = {
     FailureKind.INVALID: "wrong length, wrong model or wrong round",
     FailureKind.AGGREGATOR: "the aggregator sent something wrong; no site is to blame",
     FailureKind.DUPLICATE: "the site has answered this round already",
-    FailureKind.SURPLUS: "asked by over-selection, and not needed",
+    FailureKind.SURPLUS: "others had answered in its place",
     FailureKind.LATE: "an update that came after its round ended",
     FailureKind.UNKNOWN: "an update from a site that was not asked",
     FailureKind.LEAVING: "the site left the run",

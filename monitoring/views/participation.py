@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from federation.events import SiteAnswered, SiteFailed
 from federation.messages import FailureKind
-from monitoring.units import format_duration, format_fraction
+from monitoring.units import format_bytes, format_duration, format_fraction
 
 _NAMED, _LEAST_NAMED = 3, 0.05  # Sites that words name: how many, with which share.
 
@@ -64,11 +64,14 @@ class Participation:
         waited: For each site the site-seconds that others waited for it.
         share: Share of the sites' time in rounds that was waiting; None where it is not
             known: sites of one process wait for its cores.
+        surplus: Tasks that were withdrawn, or whose answers were not used, since others
+            had answered before.
     """
 
     counts: Mapping[str, int]
     waited: Mapping[str, float]
     share: float | None
+    surplus: Sequence[SiteFailed] = ()
 
     @property
     def fairness(self) -> float | None:
@@ -88,6 +91,15 @@ class Participation:
             yield (
                 f"sites waited {format_fraction(self.share)} of their time in rounds, "
                 f"{format_duration(total)} of all sites together, for {for_whom}"
+            )
+        # A late answer to a withdrawn task has an event of its own.
+        wasted = sum(report.bytes_down + report.bytes_up for report in self.surplus)
+        tasks = [report for report in self.surplus if report.bytes_down]
+        if tasks:
+            seconds = sum(one.answered_seconds - one.asked_seconds for one in tasks)
+            yield (
+                f"{len(tasks):,} tasks were not needed, since others had answered "
+                f"before: {format_bytes(wasted)}, {format_duration(seconds)} of sites"
             )
         if self.fairness is not None:
             counts = self.counts.values()

@@ -31,7 +31,7 @@ from federation.events import (
     Warned,
 )
 from federation.job.metrics import CONFUSION, ENTROPIES, LANGUAGE
-from federation.messages import MetricSums, PrivacySpent
+from federation.messages import FailureKind, MetricSums, PrivacySpent
 from monitoring.views.participation import Participation
 from monitoring.views.round_view import RUNNING, RoundView
 from monitoring.views.site_view import (
@@ -258,6 +258,11 @@ class RunView:
             counts=counts,
             waited=+waited if knows else {},
             share=waited.total() / whole if knows else None,
+            surplus=[
+                report
+                for report in self._reports()
+                if isinstance(report, SiteFailed) and report.kind is FailureKind.SURPLUS
+            ],
         )
 
     @cached_property

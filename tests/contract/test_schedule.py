@@ -265,6 +265,31 @@ def test_buffered_run_refuses_what_is_too_old():
     assert "too old" in run.told(SiteFailed)[0].message
 
 
+def test_of_replicas_one_answer_counts_also_if_both_come_together():
+    schedule = {"replicas": [[A, B]], "minimum_sites": 1}
+    run = toy.Toy(job=toy.job({"rounds": 1, "schedule": schedule}))
+
+    class Together(Pacing):
+        def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+            del timeout_seconds
+            found = deque(reply for _, reply in self._due)
+            self._due.clear()
+            return found
+
+    gather = PlainGather(
+        run.job,
+        grid=(grid := Together()),
+        weight_of=lambda _: 1.0,
+        combine=toy.combine_rule(run.job.aggregation),
+        schedule=schedule_of(run.job),
+    )
+    run_federation(run.job, replace(run.parts(grid), gather=gather))
+    assert [each.site for each in run.told(SiteAnswered)] == [A, C]
+    # In the round, and when the last model is evaluated.
+    assert [(e.site, e.kind) for e in run.told(SiteFailed)] == 2 * [(B, "surplus")]
+    assert waits_for_all(run.job) is False
+
+
 def test_group_gets_the_next_model_once_all_its_sites_have_answered():
     """Also where the first answer came before the newest model."""
     pair = Buffered(size=2, max_staleness=10, groups=[frozenset({A, B})])

@@ -74,6 +74,7 @@ ON: Mapping[str, Mapping[str, Any]] = {
     Thing.OVER_SELECTION: {
         "schedule": {"sites_per_round": 2, "minimum_sites": 1, "over_selection": 1.5}
     },
+    Thing.REPLICAS: {"schedule": {"replicas": [SITES[:2]]}},
     Thing.CAPACITY: {"schedule": {"allocation": "capacity"}},
     Thing.CODECS_UP: {"communication": {"codec": {"name": "top_k", "fraction": 0.5}}},
     Thing.CLIPPED_STEPS: {"training": {"clip_grad_norm": 0.5}},

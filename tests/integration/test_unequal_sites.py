@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.without_report import simulate
 
 from federation.events import (
     CostPredicted,
+    DataDistributed,
     Event,
     ModelEvaluated,
     RoundFinished,
@@ -21,6 +23,8 @@ from federation.events import (
     SiteFailed,
 )
 from federation.job.spec import JobSpec
+from federation.messages import FailureKind
+from monitoring.views.run_fold import fold
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
 
 pytestmark = pytest.mark.slow
@@ -68,6 +72,39 @@ def test_twice_as_many_models_take_half_the_time_of_rounds_that_wait():
     assert fast.seconds < 0.5 * slow.seconds
     counts = Counter(event.site for event in of(SiteAnswered, goes_on))
     assert counts["site-1"] > 2 * counts["site-0"] > 0
+
+
+@pytest.mark.parametrize("engine", ["virtual", "inproc"])
+def test_the_first_of_two_replicas_counts_and_the_other_is_withdrawn(engine: str):
+    pair = {"schedule": {"replicas": [["site-0", "site-1"]]}}
+    out = {"simulation": {"faults": [{"site": "site-1", "kind": "crash"}]}}
+    out["simulation"]["faults"][0]["rounds"] = [2]
+    events = told(job_of(pair, out), engine=engine)
+    (data,) = of(DataDistributed, events)
+    held = {share.site: share for share in data.shares}
+    assert replace(held["site-1"], site="site-0") == held["site-0"]
+    each = sum(one.train_examples for site, one in held.items() if site != "site-0")
+    rounds = of(RoundFinished, events)
+    assert {(e.status, len(e.asked), len(e.answered)) for e in rounds} == {
+        ("completed", 4, 3)
+    }
+    for index in range(1, 13):
+        answers = [a for a in of(SiteAnswered, events) if a.round_index == index]
+        assert sum(answer.num_examples for answer in answers) == each, index
+    assert "site-0" in rounds[1].answered
+    *_, final = of(ModelEvaluated, events)
+    assert final.pooled.count == sum(
+        one.held_out_examples for site, one in held.items() if site != "site-0"
+    )
+    assert {e.kind for e in of(SiteFailed, events)} <= {
+        *(FailureKind.SURPLUS, FailureKind.CRASHED, FailureKind.BUSY)
+    }
+    if engine == "virtual":
+        (alone,) = of(RunFinished, told(job_of()))
+        (whole,) = of(RunFinished, events)
+        assert whole.seconds < 0.7 * alone.seconds
+        said = " ".join(fold(events).participation.words())
+        assert "12 tasks were not needed" in said
 
 
 def test_buffer_of_all_sites_is_a_round():

@@ -141,3 +141,26 @@ def test_an_operator_learns_that_persons_have_several_records(
         found = [r.getMessage() for r in caplog.records if "persons" in r.getMessage()]
         assert len(found) == notes
         assert all('use unit = "person"' in text for text in found)
+
+
+def test_only_what_sites_share_may_be_at_two_of_them(tmp_path: Path):
+    """An operator's own data are at one site, whatever a job says."""
+    url, other = (f"file://{tmp_path / name}" for name in ("shared", "other"))
+    data.shard("clients.data:digits", url, {}, name="d", report=lambda _: None)
+    sites = [{"name": f"site-{i}", "data": {"source": url}} for i in range(3)]
+    job = small_job(sites=sites, schedule={"replicas": [["site-0", "site-1"]]})
+    file = SiteFile(
+        name="site-0",
+        data=LocalDataSpec(source=url),
+        aggregator=AggregatorSpec(address="127.0.0.1:1", authority="ca.crt"),
+    )
+    assert len(site_data.load(file, job, lambda store, *_: store)[0])
+    for own in (other, "clients.data:digits"):
+        mine = replace(file, data=LocalDataSpec(source=own))
+        with pytest.raises(JobError, match=r"replicas: site 'site-0' .*of its own"):
+            site_data.load(mine, job, lambda store, *_: store)
+    apart = [*sites[:1], {"name": "site-1"}, *sites[2:]]
+    with pytest.raises(JobError, match=r"replicas\[0\]: .*same data"):
+        small_job(sites=apart, schedule={"replicas": [["site-0", "site-1"]]})
+    with pytest.raises(JobError, match=r"replicas.*no site.*'nobody'"):
+        small_job(schedule={"replicas": [["site-0", "nobody"]]})

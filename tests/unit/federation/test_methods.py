@@ -95,6 +95,7 @@ ON: dict[str, dict[str, Any]] = {
     Thing.FAIR: {"schedule": {"sites_per_round": 2, "sampling": "fair"}},
     Thing.UTILITY: {"schedule": {"sites_per_round": 2, "sampling": "utility"}},
     Thing.OVER_SELECTION: {"schedule": {"sites_per_round": 2, "over_selection": 1.5}},
+    Thing.REPLICAS: {"schedule": {"replicas": [["a", "b"]]}},
     Thing.CODECS_UP: {"communication": {"codec": {"name": "int8"}}},
     Thing.DYNAMIC_WEIGHTS: {"aggregation": {"weights": "dynamic"}},
     Thing.ROBUST: {"aggregation": {"combine": "median", "weights": "uniform"}},
