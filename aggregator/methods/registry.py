@@ -11,6 +11,7 @@ from aggregator.methods import (
     kept_zeros,
     model_changes,
     selection,
+    statistics,
 )
 from aggregator.methods.selection import MetricOf
 from federation.job.spec import JobSpec
@@ -26,6 +27,7 @@ SERVER_METHODS: Sequence[Begin] = (
     model_changes.begin,
     counted.begin,
     history.begin,
+    statistics.begin,
 )
 
 

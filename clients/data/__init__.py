@@ -27,6 +27,7 @@ from clients.data.datasets import (
     as_dataset,
     describe,
 )
+from clients.data.tables import Table, table
 from clients.factories import call_factory, import_factory
 from clients.preprocessing import preprocessing
 from clients.users_trainer import is_trainer, loaders_of
@@ -38,11 +39,13 @@ __all__ = [
     "Batch",
     "Dataset",
     "Examples",
+    "Table",
     "as_dataset",
     "breast_cancer",
     "digits",
     "load",
     "preprocessing",
+    "table",
     "text_folder",
     "unigram_entropy",
 ]

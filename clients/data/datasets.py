@@ -10,7 +10,8 @@ A dataset of a user's is one of
   an attribute ``targets`` it can be dealt out by class; a list of such items;
 - a ``torch.utils.data.DataLoader``, for its dataset, its ``collate_fn`` and its worker
   processes (``reading``); an ``IterableDataset``, which is read to its end;
-- columns of one length: a dict of arrays, or a frame of pandas.
+- columns of one length: a dict of arrays, or a frame of pandas;
+- a ``clients.data.tables.Table``, whose columns may be words and have units.
 
 Of dicts and columns, ``labels``, ``label`` or ``targets`` holds the targets, and all
 else is inputs, in a dict of that order; ``inputs`` alone stands for itself.
@@ -53,6 +54,7 @@ from torch.utils.data import (
 
 from clients.data.loader_workers import LoaderWorkers
 from clients.data.persons import COLUMN, check_persons, of_columns, of_items
+from clients.data.tables import Column, Table
 from clients.randomness import SECRET_BYTES, all_states, seeded_globally
 from clients.user_code import place_of
 from federation.errors import SiteError, UserCodeError
@@ -68,6 +70,7 @@ _EXPECTED = (
 _PAIR = 2
 _TARGETS = ("labels", "label", "targets")
 _IMAGE_AXES = 4  # Records, channels, height and width, in any order of the last three.
+_READ_AT_ONCE = 4096
 _MOST_ITEMS = 10**7  # Of an ``IterableDataset``: one without an end is a mistake.
 
 _NUMBERS = (int, float, np.number, np.bool_)
@@ -227,6 +230,8 @@ def as_dataset(obj: object, *, name: str) -> Dataset:
     """
     if hasattr(obj, "columns") and hasattr(obj, "to_numpy"):  # Of pandas.
         obj = {str(column): obj[column].to_numpy() for column in obj.columns}  # type: ignore[index]
+    if isinstance(obj, Table):
+        return obj  # It may be empty: statistics add up what there is.
     if isinstance(obj, Examples):
         dataset = _from_examples(obj)
     elif isinstance(obj, tuple):
@@ -294,6 +299,7 @@ class _View:
     group_names: tuple[str, ...]
     all_persons: NDArray[Any] | None = None
     items: Any = None
+    examples: Examples | None = None
     workers: LoaderWorkers | None = None
     collated: str = ""  # Name of the part of the data, if a user's code makes batches.
 
@@ -334,7 +340,54 @@ def _from_examples(examples: Examples) -> _View:
         all_groups=None if groups is None else groups.astype(np.int64),
         group_names=examples.group_names,
         all_persons=examples.persons,
+        examples=examples,
     )
+
+
+def columns_of(dataset: Dataset) -> tuple[Mapping[str, Column], Mapping[str, str]]:
+    """Return a dataset's columns by name, and the units of those whose unit is known.
+
+    An array's columns are ``0``, ``1`` and so on, those of a dict have its names, and
+    the targets are ``target``. A dataset without arrays is read, as float32.
+    """
+    if isinstance(dataset, Table):
+        names = dataset.columns
+        return {name: dataset.column(name) for name in names}, dataset.units
+    examples = getattr(dataset, "examples", None)
+    if isinstance(dataset, _View) and examples is not None:
+        rows = dataset.index
+        inputs, targets = (
+            map_tree(lambda array: array[rows], part)
+            for part in (examples.inputs, examples.targets)
+        )
+    else:
+        read = [dataset.batch(part) for part in _blocks(len(dataset))]
+        inputs, targets = (_joined([pair[at] for pair in read]) for at in range(_PAIR))
+    found: dict[str, Column] = {}
+    named = inputs if isinstance(inputs, Mapping) else {"": inputs}
+    for name, array in {**named, "target": targets}.items():
+        if not isinstance(array, np.ndarray):
+            continue
+        if array.ndim == 1 and name:
+            found[name] = array
+        elif array.ndim <= 2:  # noqa: PLR2004 -- rows and columns
+            table = array.reshape(len(array), -1)
+            found |= {f"{name}{at}": table[:, at] for at in range(table.shape[1])}
+    return found, {}
+
+
+def _blocks(size: int) -> list[Indices]:
+    return np.array_split(np.arange(size), -(-size // _READ_AT_ONCE))
+
+
+def _joined(parts: list[Tree]) -> Tree:
+    """Put batches of a dataset together, as arrays."""
+    first = parts[0] if parts else None
+    if isinstance(first, Mapping):
+        return {name: _joined([part[name] for part in parts]) for name in first}
+    if not isinstance(first, torch.Tensor):
+        return None
+    return torch.cat(parts).numpy()
 
 
 def _fetch_rows(examples: Examples, indices: Indices) -> Batch:

@@ -33,6 +33,7 @@ from federation.job.metrics import (
     LABELLED,
     LOGITS,
     LOSS,
+    STATISTICS,
     TRAINER,
     Metric,
     evaluated_of,
@@ -110,7 +111,7 @@ def objective_of(
         JobError: There is no such function.
     """
     task, num_classes = training.task, len(training.classes)
-    if task == TRAINER:
+    if task in {TRAINER, STATISTICS}:
         return _in_the_trainer
     if task in LABELLED:
         return LabelledPlaces(

@@ -54,6 +54,7 @@ from federation.job.metrics import (
     most_of_a_record,
 )
 from federation.job.spec import JobSpec
+from federation.job.statistics_checks import table
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock, Trainer
 from federation.rounds.local_work import first_rounds, in_round, leaves_steps_open
@@ -75,6 +76,7 @@ from privacy.dp.ledger.ledger_files import (
 from privacy.dp.ledger.ledger_format import Purpose, Terms
 from privacy.dp.ledger.ledger_recovery import RecoveryResult
 from privacy.dp.mechanism import SLACK
+from privacy.dp.tables import mechanism_of
 from privacy.secagg.protocol.round_memory import FileRounds
 
 _RELATIONS = {
@@ -333,7 +335,10 @@ class PrivateSites:
         statistics = self._released(name, plan, ledger)
         trainer: ClippingTrainer
         kept = None
-        if make is not None:
+        if federation.job.statistics is not None:
+            multiplier = plan.round_event.noise_multiplier
+            trainer = federation.statistics_trainer(name, multiplier)
+        elif make is not None:
             trainer = make(plan.training, statistics)
         elif federation.job.training.task == TRAINER:
             trainer = federation.loop_trainer(name, (train, held_out))
@@ -494,7 +499,7 @@ def _terms(job: JobSpec, run_id: RunId, name: SiteId, plan: SitePlan) -> Terms:
         epsilon_cap=plan.epsilon_cap,
         unit=unit,
         relation=_RELATIONS[unit],
-        sampling="none" if unit == "site" else "poisson",
+        sampling="none" if unit == "site" or job.statistics is not None else "poisson",
     )
 
 
@@ -566,7 +571,9 @@ def planned(
         unit=unit,
         relation=_RELATIONS[unit],
         accountant="pld",
-        sampling=_SAMPLINGS[unit],
+        sampling=(
+            _SAMPLINGS[unit] if job.statistics is None else accountant.ALL_RECORDS
+        ),
         holds_against=_holds_against(job),
         signal_to_noise=signal_to_noise,
         sites=tuple(promises),
@@ -611,6 +618,8 @@ def _plan(
     if cap is None:
         raise ValueError("a checked job with differential privacy has a target")
     delta = sum_privacy.delta_of_records(job, train, held_out, most=max_delta)
+    if job.statistics is not None:
+        return _statistics_plan(job, cap, delta)
     once = standardise.events(job, train)
     multiplier = private.noise_multiplier or _multiplier(
         job, num_records, cap, delta, once
@@ -646,6 +655,29 @@ def _reserve(job: JobSpec) -> int:
     """Rounds of training that are held in reserve; none where nothing is trained."""
     private = job.privacy.differential_privacy
     return 0 if evaluates_only(job) else private.reserve_rounds
+
+
+def _statistics_plan(job: JobSpec, cap: float, delta: float) -> SitePlan:
+    """Plan a release of all sums for each stage; lost rounds are held in reserve."""
+    private, asked = job.privacy.differential_privacy, table(job)
+    num_rounds = len(asked.stages) + private.reserve_rounds
+    multiplier = private.noise_multiplier or noise_multiplier(
+        cap, delta, 1.0, num_rounds, slack=SLACK
+    )
+    try:
+        event = mechanism_of(asked, asked.stages[0], multiplier).event()
+    except ValueError as error:  # Beyond what the sums have room for.
+        raise JobError(str(error), key="privacy.differential_privacy") from None
+    return SitePlan(
+        epsilon_cap=cap,
+        delta=delta,
+        training=None,
+        round_event=event,
+        held_out=None,
+        num_rounds=num_rounds,
+        reserve=private.reserve_rounds,
+        num_evaluations=0,
+    )
 
 
 def _check_schedule(plan: SitePlan) -> None:

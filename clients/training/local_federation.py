@@ -7,6 +7,7 @@ from functools import partial
 from clients.data import Dataset
 from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import check_first
+from clients.statistics.trainer import StatisticsTrainer
 from clients.training.kept_steps import KeptSteps
 from clients.training.site import Report, Seal, Site, log
 from clients.training.site_state import SiteState
@@ -19,6 +20,7 @@ from federation.job.disclosure import withheld
 from federation.job.kept_state import KEPT_ROUNDS, keepers
 from federation.job.metrics import TRAINER
 from federation.job.spec import JobSpec
+from federation.job.statistics_checks import table
 from federation.protocols import Clock, ObjectStore, Trainer
 from federation.resources import CLOCK, UsageMeter
 from federation.rounds.local_work import check_task, leaves_steps_open
@@ -78,6 +80,8 @@ class Federation:
         """Make a site's trainer, without privacy for single records."""
         if self.job.training.task == TRAINER:
             return self.loop_trainer(name, self.site_data[name])
+        if self.job.statistics is not None:
+            return self.statistics_trainer(name)
         train, held_out = self.site_data[name]
         return TorchTrainer(
             self.job,
@@ -101,6 +105,23 @@ class Federation:
             held_out=held_out,
             seed=self.order_seed,
             ends_early=self.ends_early,
+        )
+
+    def statistics_trainer(
+        self, name: SiteId, noise_multiplier: float | None = None
+    ) -> StatisticsTrainer:
+        """Make what answers a job of statistics at a site.
+
+        Raises:
+            SiteError: Its records lack columns, or have others than the job says.
+        """
+        train, _ = self.site_data[name]
+        return StatisticsTrainer(
+            table(self.job),
+            name,
+            layout=self.pool.layout,
+            train=train,
+            noise_multiplier=noise_multiplier,
         )
 
     def site(

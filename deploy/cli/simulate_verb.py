@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clients.user_code import unable_to_exit
 from deploy.cli.arguments import load_job
@@ -23,21 +23,79 @@ from deploy.cli.terminal import (
     interrupts,
     say,
     say_json,
+    say_table,
     show_failure,
     tell,
 )
 from deploy.cli.web import live_page, stop_once
 from deploy.exit_codes import DONE, OUT_OF_BUDGET, STOPPED
-from federation.errors import FederationError, JobError, StoreUnavailable
+from federation.errors import (
+    FederationError,
+    JobError,
+    RunNotFound,
+    StoreUnavailable,
+)
 
 if TYPE_CHECKING:
     from federation.job.spec import JobSpec
     from monitoring.runs.run_result import RunResult
+    from monitoring.views.statistics_view import RunStatistics
     from monitoring.web.app import Shown
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    job = load_job(options)
+    return _run(options, load_job(options))
+
+
+def _stats(options: argparse.Namespace) -> int:
+    """Run a job of statistics, or show what a run of one has found.
+
+    Raises:
+        JobError: The job asks for no statistics.
+        RunNotFound: There is no such job and no such run, or it has found nothing.
+    """
+    if options.job.is_file():
+        job = load_job(options)
+        if job.statistics is None:
+            raise JobError(
+                "is missing: say there which columns and statistics you want",
+                key="statistics",
+            )
+        return _run(options, job)
+    from monitoring.runs.find import find_run  # noqa: PLC0415 -- keeps `--help` fast
+
+    run = find_run(str(options.job), options.root)
+    found = run.read_statistics()
+    if found is None:
+        raise RunNotFound(f"the run in {run.path} has no statistics.json")
+    if options.json:
+        say_json(found.document())
+    else:
+        _print_statistics(found)
+    return DONE
+
+
+def _print_statistics(found: "RunStatistics") -> None:
+    say(f"records     {found.records:,} of {found.sites} sites")
+    shown = ("name", "count", "missing", "mean", "deviation", "below", "above")
+    quantiles = [k for row in found.rows for k in row if k.startswith("q")]
+    names = [*shown, *dict.fromkeys(quantiles)]
+    say_table(names, [[_cell(row.get(n)) for n in names] for row in found.rows])
+    for column in found.columns:
+        for name, size in (*column.categories.items(), ("(other)", column.other)):
+            if size is not None:
+                say(f"{column.name} = {name}: {size:,}")
+    if found.epsilon is not None:
+        say(f"epsilon     {found.epsilon:.3g} at delta {found.delta:.1g}")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "-" if value is None else f"{value:,}" if type(value) is int else str(value)
+
+
+def _run(options: argparse.Namespace, job: "JobSpec") -> int:
     folder = _folder(job, options)
     from deploy.wiring.simulation import simulate  # noqa: PLC0415 -- imports torch
 
@@ -74,7 +132,9 @@ def _simulate(options: argparse.Namespace) -> int:
         tell(f"run {outcome.run_id} is already complete")
     if options.json:
         kept = None if outcome.folder is None else str(outcome.folder)
-        say_json({**outcome.summary(), "folder": kept})
+        found = outcome.statistics
+        asked = {} if found is None else {"statistics": found.document()}
+        say_json({**outcome.summary(), **asked, "folder": kept})
     else:
         _print_outcome(outcome)
     if outcome.status == "completed":
@@ -155,6 +215,8 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 def _print_outcome(outcome: "RunResult") -> None:
     from monitoring.terminal.outcome import lines  # noqa: PLC0415 -- keeps `--help` fast
 
+    if outcome.statistics is not None:
+        _print_statistics(outcome.statistics)
     for line in lines(outcome.view):
         say(line)
     if outcome.folder is not None:
@@ -183,7 +245,8 @@ def _say_how_to_resume(
     if not _has_begun(folder):
         tell(f"{why} before the run started; there is nothing to resume")
         return
-    words = ["crossfed", "simulate", str(options.job)]
+    verb = "stats" if options.verb is _stats else "simulate"
+    words = ["crossfed", verb, str(options.job)]
     if model := getattr(options, "model", ""):
         words[1:2] = ["evaluate", model]
     for text in options.set:
@@ -208,4 +271,5 @@ def _evaluate(options: argparse.Namespace) -> int:
 VERBS = {
     "evaluate": _evaluate,
     "simulate": _simulate,
+    "stats": _stats,
 }

@@ -18,6 +18,7 @@ from clients.factories import import_factory
 from clients.models.model_pool import ModelPool
 from clients.models.tokenizers import check_alike, check_tokenizers, noted_tokenizers
 from clients.privacy.source_check import check_simulated
+from clients.statistics import columns
 from clients.training.local_federation import Federation, SiteData
 from deploy.wiring import store_meters
 from deploy.wiring.job_data import load_data
@@ -27,6 +28,7 @@ from federation.events import DataDistributed, SiteShare
 from federation.ids import SiteId
 from federation.job.metrics import TRAINER
 from federation.job.spec import DataSpec, JobSpec
+from federation.job.statistics_checks import table
 from federation.protocols import CombineRule, Grid
 from federation.rounds.gather import Gather, PlainGather
 from federation.rounds.schedule import schedule_of
@@ -46,6 +48,8 @@ def build_federation(job: JobSpec, meters: StoreMeters | None = None) -> Federat
     """
     site_data = deal_data(job, meters)
     check_simulated(job, site_data)
+    if job.statistics is not None:
+        columns.check(table(job), {name: pair[0] for name, pair in site_data.items()})
     return Federation(job=job, pool=ModelPool(job), site_data=site_data)
 
 

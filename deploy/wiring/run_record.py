@@ -20,7 +20,7 @@ from federation.job.disclosure import Exposure, conceal
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, RunState
 from monitoring.runs.run_folder import RunFolder, leave_report
-from monitoring.runs.run_result import RunResult, result_of
+from monitoring.runs.run_result import RunResult, found_statistics, result_of
 from monitoring.views.result_json import result
 from monitoring.views.run_fold import RunFold
 from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED
@@ -148,6 +148,8 @@ class RunRecord:
         if self.run is not None:
             if view.status in {COMPLETED, EXHAUSTED}:
                 replace_file(self.run.model, model_export.file_pieces(layout, weights))
+            if found := found_statistics(self.job, weights, view):
+                self.run.write_statistics(found)
             self.run.write_result(result(view))
             if self.report:
                 leave_report(self.run)
@@ -155,7 +157,7 @@ class RunRecord:
             self._copies.leave()
         first = self._first_round or 1
         rounds_now = sum(row.index >= first for row in view.rounds)
-        return result_of(view, weights, self.run, rounds_now=rounds_now)
+        return result_of(view, weights, self.run, job=self.job, rounds_now=rounds_now)
 
     def _leave_failure(self, error: BaseException) -> None:
         """Write what is known about a run that ends early.

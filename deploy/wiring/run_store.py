@@ -163,7 +163,8 @@ class Copies:
             StoreUnavailable: The store is unreachable.
         """
         run = self._run
-        for path in (run.job, run.model, run.result, run.report, run.events):
+        files = (run.job, run.model, run.statistics, run.result, run.report)
+        for path in (*files, run.events):
             if path.is_file():
                 self._copy(path)
 

@@ -265,7 +265,7 @@ def _done_before(job: JobSpec, run: RunFolder | None) -> RunResult | None:
         weights = model_export.read(run.model)
     except CorruptObject:
         return None  # It will be written again, from the last checkpoint.
-    return result_of(view, weights, run, rounds_now=0)
+    return result_of(view, weights, run, job=job, rounds_now=0)
 
 
 def keeping(job: JobSpec, run: RunFolder | None, name: SiteId) -> LedgerContext:

@@ -30,6 +30,7 @@ from federation.job.site_checks import (
     check_simulation,
 )
 from federation.job.spec import JobSpec
+from federation.job.statistics_checks import check_statistics
 from federation.methods.capacity import CAPACITY
 from federation.methods.combining import FAIR, ROBUST, UTILITY
 from federation.methods.local_work import CHOSEN_STEPS
@@ -64,6 +65,7 @@ def check(job: JobSpec) -> JobSpec:
         check_flower_apps,
         check_data,
         check_methods,
+        check_statistics,
         check_objective,
         _check_training,
         _check_local_work,

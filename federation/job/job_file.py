@@ -26,6 +26,8 @@ from federation.job.fleet import drawn
 from federation.job.job_checks import check
 from federation.job.job_keys import documented, keys_below
 from federation.job.spec import FleetSpec, JobSpec
+from federation.job.statistics_checks import filled
+from federation.job.statistics_job import StatisticsSpec
 
 MAX_JOB_FILE_BYTES = 1 << 20
 
@@ -196,7 +198,19 @@ def parse(document: Mapping[str, Any]) -> JobSpec:
     Raises:
         JobError: See ``load``.
     """
-    return check(_build(JobSpec, _with_fleet(document), ""))
+    return check(_build(JobSpec, _with_statistics(_with_fleet(document)), ""))
+
+
+def _with_statistics(document: Any) -> Any:
+    """Fill in the tables that follow from ``[statistics]``.
+
+    Raises:
+        JobError: It is not a valid table.
+    """
+    if not isinstance(document, Mapping) or "statistics" not in document:
+        return document
+    spec = _build(StatisticsSpec, document["statistics"], "statistics")
+    return filled(document, spec)
 
 
 def _with_fleet(document: Mapping[str, Any]) -> Mapping[str, Any]:

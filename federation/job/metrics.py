@@ -19,6 +19,8 @@ from federation.messages import MAX_CLASSES, MAX_METRICS, METRIC_NAME
 LOSS = "loss"
 # The task of a transformers.Trainer, whose own loop trains.
 TRAINER = "trainer"
+# The task of jobs of statistics, which train nothing.
+STATISTICS = "statistics"
 # The loss of a prediction of a built-in task is clipped to this many nats before it
 # gets noise: guessing among 256 tokens costs 5.5. A larger bound would need more noise;
 # a smaller one would hide more of how wrong a model is that is wrong and sure of it.
@@ -88,6 +90,7 @@ BUILT_IN: Mapping[str, Mapping[str, Metric]] = {
     "sft": CORRECT,
     "contrastive": CORRECT,
     "ranking": CORRECT,
+    STATISTICS: {},
 }
 # Cross-entropies in nats, with the bounds above; errors are bounded by the job.
 ENTROPIES = frozenset(BUILT_IN) - {"regression"}

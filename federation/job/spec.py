@@ -5,7 +5,8 @@ docstring, with its unit. ``job_file`` reads files against the rows, and the ref
 page is generated from both. Values are checked one by one there; what cannot be seen
 in one value is refused by ``job_checks``. The ``[privacy]`` tables are in
 ``privacy_job``, ``[storage]`` in ``storage_job``, ``[selection]`` in
-``selection_job``, a site's ``flower_app`` in ``flower_app_job``.
+``selection_job``, ``[statistics]`` in ``statistics_job``, a site's ``flower_app`` in
+``flower_app_job``.
 """
 
 import math
@@ -18,6 +19,7 @@ from federation.job.flower_app_job import FlowerAppSpec
 from federation.job.job_keys import key
 from federation.job.privacy_job import MAX_FRAGMENTS, PrivacySpec
 from federation.job.selection_job import SelectionSpec
+from federation.job.statistics_job import StatisticsSpec
 from federation.job.storage_job import StorageSpec
 
 MAX_ROUNDS = 10**9
@@ -734,6 +736,8 @@ class JobSpec:
         communication: What is sent between sites and aggregator, and in which codec.
         schedule: Which sites a round asks, how many must answer, and by when.
         privacy: Secure aggregation and differential privacy; neither by default.
+        statistics: Statistics of the sites' records. A job with this table trains
+            nothing, and needs neither `rounds` nor `[model]` and `[training]`.
         simulation: Faults, machines and other settings for simulations only.
         storage: Where runs are kept.
         sites: The sites, one `[[sites]]` table each.
@@ -752,6 +756,7 @@ class JobSpec:
     communication: CommunicationSpec = CommunicationSpec()
     schedule: ScheduleSpec = ScheduleSpec()
     privacy: PrivacySpec = PrivacySpec()
+    statistics: StatisticsSpec | None = None
     simulation: SimulationSpec = SimulationSpec()
     storage: StorageSpec = StorageSpec()
     sites: tuple[SiteSpec, ...]

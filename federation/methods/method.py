@@ -34,6 +34,7 @@ class Thing(StrEnum):
     OVERLAP = "overlap"
     ALL_AHEAD = "rounds whose steps are all taken ahead"
     FLOAT16 = "float16"
+    STATISTICS = "statistics"
     KEPT_ZEROS = "zeros that stay zero"
     NO_WEIGHTS = "weights that the factory draws"
     ADAPTERS = "adapters and soft prompts"

@@ -42,6 +42,7 @@ from federation.methods.proximal import PROXIMAL
 from federation.methods.relays import RELAYS
 from federation.methods.secure_aggregation import ELEMENT_BOUND, GROUPS, SECURE
 from federation.methods.selection import BEST_MODEL, EARLY_STOPPING, EMA, SWA
+from federation.methods.statistics import STATISTICS
 from federation.methods.users_loop import USERS_LOOP
 
 METHODS: tuple[Method, ...] = (
@@ -53,6 +54,7 @@ METHODS: tuple[Method, ...] = (
     *(CODECS_UP, DYNAMIC_WEIGHTS, ROBUST),
     *(BUFFERED, BUFFERED_SUMS, CAPACITY, JOINING),
     *(BEST_MODEL, EARLY_STOPPING, EMA, SWA),
+    STATISTICS,
     *(SECURE, GROUPS, LEVELS, ELEMENT_BOUND),
     *(PRIVACY, RECORD, PERSON, JOINT, WHOLE_SITES, ADAPTIVE_CLIP, STANDARDISE),
 )

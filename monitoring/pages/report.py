@@ -21,7 +21,7 @@ from federation.epsilon_text import format_cap, format_epsilon
 from federation.errors import StoreUnavailable
 from federation.messages import FailureKind
 from monitoring import privacy_words, units
-from monitoring.pages import panels, plots, report_privacy
+from monitoring.pages import panels, plots, report_privacy, statistics_figures
 from monitoring.pages.panels import Panel
 from monitoring.views import run_plan, storage_use
 from monitoring.views.round_view import (
@@ -34,6 +34,7 @@ from monitoring.views.round_view import (
 from monitoring.views.run_plan import PlanRow, RunPlan
 from monitoring.views.run_view import COMPLETED, VIRTUAL, RunView
 from monitoring.views.site_view import SiteView, total
+from monitoring.views.statistics_view import RunStatistics
 
 MAX_SITE_ROWS = 100
 MAX_ROUND_ROWS = 200
@@ -93,6 +94,7 @@ def write_report(
     path: Path,
     *,
     plan: RunPlan | None = None,
+    statistics: RunStatistics | None = None,
 ) -> None:
     """Write the report of a run atomically.
 
@@ -102,11 +104,12 @@ def write_report(
         versions: What ran, for example ``{"torch": "2.8.0"}``.
         path: Where to write; a file that is there is replaced.
         plan: What was predicted before the run; None if nothing was.
+        statistics: What a run of statistics found.
 
     Raises:
         StoreUnavailable: The file cannot be written.
     """
-    write_page(render(view, job_toml, versions, plan=plan), path)
+    write_page(render(view, job_toml, versions, plan=plan, statistics=statistics), path)
 
 
 def write_page(page: str, path: Path) -> None:
@@ -134,6 +137,7 @@ def render(
     *,
     plan: RunPlan | None = None,
     figures: Sequence[Panel] | None = None,
+    statistics: RunStatistics | None = None,
 ) -> str:
     """Return the page as text.
 
@@ -144,12 +148,15 @@ def render(
         plan: What was predicted before the run; None if nothing was.
         figures: Figures to show; by default all that the run has data for. Drawing
             them takes most of the time.
+        statistics: What a run of statistics found.
     """
+    found = statistics_figures.panels_of(statistics) if statistics else ()
     return (
         environment()
         .get_template("report.html.j2")
         .render(
-            **context(view),
+            **context(view, statistics=statistics),
+            statistics_panels=found,
             panels=panels.of_run(view) if figures is None else figures,
             job_toml=job_toml,
             versions=versions,
@@ -175,7 +182,9 @@ def render_sections(
     return {name: "".join(template.blocks[name](within)) for name in names}
 
 
-def context(view: RunView, *, is_live: bool = False) -> Mapping[str, Any]:
+def context(
+    view: RunView, *, is_live: bool = False, statistics: RunStatistics | None = None
+) -> Mapping[str, Any]:
     """What the page's tables and tiles say, by its name in the template."""
     unfinished = RUNNING if is_live else "not finished"
     ended = [row.finished for row in view.rounds if row.finished]
@@ -183,7 +192,8 @@ def context(view: RunView, *, is_live: bool = False) -> Mapping[str, Any]:
         "view": view,
         "is_live": is_live,
         "status_word": unfinished if view.status == RUNNING else view.status,
-        "tiles": _tiles(view),
+        "statistics": statistics,
+        "tiles": _tiles(view, statistics),
         "confusion": _confusion(view),
         "cell_noise": _cell_noise(view),
         "colours": plots.site_colours(view),
@@ -280,7 +290,7 @@ def _privacy_tiles(view: RunView) -> Sequence[Tile]:
     return Tile("Epsilon", of_cap, f"{delta}{privacy_words.terms(planned)}"), held_out
 
 
-def _tiles(view: RunView) -> Sequence[Tile]:
+def _tiles(view: RunView, found: RunStatistics | None) -> Sequence[Tile]:
     last = view.last_evaluated
     loss = loss_of(last.pooled if last else None)
     after = "never evaluated"
@@ -314,8 +324,14 @@ def _tiles(view: RunView) -> Sequence[Tile]:
     time_note = "virtual, " if view.started.engine == VIRTUAL else ""
     time_note += resumes if view.coordinators > 1 else "without a restart"
     after += "" if loss_noise is None else f", with noise of {loss_noise:.2g}"
+    results = Tile("Held-out loss", f"{noisy}{units.format_number(loss)}", after)
+    if found is not None:
+        noise = found.noise.get("counts")
+        of_noise = "" if noise is None else f"with noise of {noise:.3g}"
+        results = Tile("Records", f"{found.records:,}", of_noise)
+        quality = Tile("Columns", f"{len(found.columns):,}", f"of {found.sites} sites")
     return (
-        Tile("Held-out loss", f"{noisy}{units.format_number(loss)}", after),
+        results,
         *(own or (quality,)),
         *_privacy_tiles(view),
         Tile("Rounds", rounds, f"that changed the model{extended}"),

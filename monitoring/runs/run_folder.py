@@ -35,6 +35,7 @@ from federation.messages import LedgerAnchor, join_anchors
 from monitoring.views import run_plan
 from monitoring.views.run_fold import fold
 from monitoring.views.run_view import COMPLETED, EXHAUSTED, RunView
+from monitoring.views.statistics_view import RunStatistics
 
 # What the aggregator's service has a run from; see ``deploy.aggregator_host``.
 REQUEST = "request.json"
@@ -81,6 +82,11 @@ class RunFolder:
     def report(self) -> Path:
         """The report's page."""
         return self.path / "report.html"
+
+    @property
+    def statistics(self) -> Path:
+        """What a run of statistics found, in JSON."""
+        return self.path / "statistics.json"
 
     @property
     def lock(self) -> Path:
@@ -257,6 +263,27 @@ class RunFolder:
         text = json.dumps(result, indent=2, allow_nan=False) + "\n"
         replace_file(self.result, [text.encode()])
 
+    def write_statistics(self, found: RunStatistics) -> None:
+        """Write what a run of statistics found."""
+        text = json.dumps(found.document(), indent=2, allow_nan=False) + "\n"
+        replace_file(self.statistics, [text.encode()])
+
+    def read_statistics(self) -> RunStatistics | None:
+        """Read what a run of statistics found; None if there is nothing.
+
+        Raises:
+            CorruptObject: The file is damaged.
+        """
+        if not self.statistics.is_file():
+            return None
+        try:
+            return RunStatistics.parse(json.loads(self.statistics.read_text("utf-8")))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise CorruptObject(
+                f"{self.statistics} is damaged ({error}): resume the run to write it "
+                "again"
+            ) from error
+
     def forget_model(self) -> None:
         """Remove the model of an earlier end, as of a run that was extended.
 
@@ -366,7 +393,8 @@ def leave_report(run: RunFolder, path: Path | None = None) -> Path:
     path = path or run.report
     view = run.view()
     plan = run_plan.read(run.path)
-    write_report(view, run.read_job(), _versions(), path, plan=plan)
+    found = run.read_statistics()
+    write_report(view, run.read_job(), _versions(), path, plan=plan, statistics=found)
     return path
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
 from monitoring.terminal import outcome
 from monitoring.views.result_json import history, result
 from monitoring.views.round_view import loss_of, metrics_of, named_metric
 from monitoring.views.run_view import RunView
+from monitoring.views.statistics_view import RunStatistics, statistics_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class RunResult:
         weights: The model that the run leaves, by `[selection]` of its job: arrays by
             tensor name, float32 and int64; frozen ones in the model's own types.
         folder: Where the run is kept; None if it is not.
+        statistics: What a job of statistics found; None for any other.
     """
 
     status: str
@@ -64,6 +67,7 @@ class RunResult:
     view: RunView
     weights: Mapping[str, NDArray[Any]]
     folder: Path | None
+    statistics: RunStatistics | None = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The final model for ``torch.nn.Module.load_state_dict``.
@@ -143,6 +147,7 @@ def result_of(
     weights: Mapping[str, NDArray[Any]],
     run: RunFolder | None,
     *,
+    job: JobSpec,
     rounds_now: int,
 ) -> RunResult:
     """Collect the result of a run.
@@ -151,6 +156,7 @@ def result_of(
         view: The run.
         weights: Its model: arrays by tensor name.
         run: Where it is kept; None if it is not.
+        job: Says whether the run is one of statistics.
         rounds_now: Rounds that this call ran.
     """
     last = view.last_evaluated
@@ -166,4 +172,15 @@ def result_of(
         view=view,
         weights=weights,
         folder=None if run is None else run.path,
+        statistics=found_statistics(job, weights, view),
     )
+
+
+def found_statistics(
+    job: JobSpec, weights: Mapping[str, NDArray[Any]], view: RunView
+) -> RunStatistics | None:
+    """The statistics that a run has found; None if its job asks for none."""
+    if job.statistics is None:
+        return None
+    (table,) = weights.values()
+    return statistics_of(job, table.ravel(), view)

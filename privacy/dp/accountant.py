@@ -27,6 +27,7 @@ NEIGHBOURING_RELATION = "add or remove one record"
 PERSON_RELATION = "add or remove all records of one person"
 SITE_RELATION = "one site's data present or absent"
 NO_SAMPLING = "no sampling: every site is in every round"
+ALL_RECORDS = "no sampling: every record is in every sum"
 PERSON_SAMPLING = "Poisson sampling: each person is in each step independently"
 SAMPLING_ASSUMPTION = "Poisson sampling: each record is in each step independently"
 

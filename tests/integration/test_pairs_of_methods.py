@@ -40,7 +40,7 @@ NOT_HERE = {
     *(Thing.KEPT_ZEROS, Thing.FEWER_RANKS, Thing.CLUSTERS, Thing.TRAINER),
     *(Thing.FLOWER_APPS, Thing.GROUPS, "noise for persons", "noised statistics"),
     *(Thing.PRIVACY, "an adaptive clip norm", "an equal average of models"),
-    *("early stopping", Thing.ELEMENT_BOUND, Thing.REMEMBERING),
+    *("early stopping", Thing.ELEMENT_BOUND, Thing.REMEMBERING, Thing.STATISTICS),
     # It changes nothing in a simulation.
     "sites that join",
     # A resumed run has lost the tasks that were open.

@@ -14,7 +14,7 @@ from federation.errors import JobError
 from federation.job.metrics import BUILT_IN
 from federation.job.spec import JobSpec
 
-TASKS = sorted(BUILT_IN.keys() - {"classification", "causal_lm"})
+TASKS = sorted(BUILT_IN.keys() - {"classification", "causal_lm", "statistics"})
 OPTIONS = {"segmentation": {"ignore_index": 255}}
 BOUNDS = {"loss": [0.0, 9.0], "absolute_error": [0.0, 3.0], "squared_error": [0.0, 9.0]}
 SECURE = {"enabled": True, "clip_norm": 5.0, "max_examples": 100}

@@ -47,6 +47,7 @@ ELSEWHERE = {
     "check-job": "integration/test_cli.py",
     "evaluate": "integration/test_evaluation_runs.py",
     "find-rate": "unit/deploy/test_find_rate.py",
+    "stats": "integration/test_statistics.py",
     "report": "integration/test_cli.py",
     "audit": "integration/test_audit.py",
     "tune": "integration/test_tune.py",

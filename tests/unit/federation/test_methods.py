@@ -103,6 +103,13 @@ ON: dict[str, dict[str, Any]] = {
     "early stopping": {"selection": {"model": "last", "patience": 2}},
     "a moving average of models": {"selection": {"model": "ema"}},
     "an equal average of models": {"selection": {"model": "swa"}},
+    Thing.STATISTICS: {
+        "statistics": {"columns": [{"names": ["0"], "low": 0.0, "high": 1.0}]},
+        "model": None,
+        "training": None,
+        "evaluation": {"every": 0},
+        "aggregation": {"weights": "uniform"},
+    },
     Thing.SECURE: secure(),
     Thing.GROUPS: {
         **secure(groups=3),
@@ -235,8 +242,8 @@ def document(*changes: dict[str, Any]) -> dict[str, Any]:
     found = functools.reduce(toy.merged, changes, toy.document())
     both = itertools.zip_longest(*(each.get("sites", ()) for each in changes))
     sites = [functools.reduce(toy.merged, filter(None, each), {}) for each in both]
-    if found["training"].get("local_epochs"):
-        del found["training"]["local_steps"]
+    if (found["training"] or {}).get("local_epochs"):
+        found["training"].pop("local_steps", None)
     return pruned(found | ({"sites": sites} if sites else {}))
 
 

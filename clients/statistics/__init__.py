@@ -1,0 +1,1 @@
+"""Statistics of a site's records: reading columns, adding them up, noise."""

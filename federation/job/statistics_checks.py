@@ -1,0 +1,197 @@
+"""Jobs of statistics: the tables that follow from ``[statistics]``, and its faults."""
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from federation.errors import JobError, broken, joined
+from federation.job.metrics import STATISTICS
+from federation.job.spec import JobSpec, ModelSpec
+from federation.job.statistics_job import (
+    CATEGORY,
+    MAX_CATEGORIES,
+    MAX_QUANTILES,
+    ColumnSpec,
+    StatisticsSpec,
+)
+from federation.job.statistics_table import (
+    CATEGORIES,
+    COUNTS,
+    HISTOGRAMS,
+    PRODUCTS,
+    QUANTILES,
+    SQUARES,
+    SUMS,
+    Table,
+    table_of,
+)
+
+FACTORY = "clients.models:sums"
+_SPARE_ROUNDS = 2  # Lost rounds that a run survives.
+_MOST_VALUES = 250_000  # That an update has, of 4 bytes each.
+_SPLIT = (COUNTS, SUMS, SQUARES, PRODUCTS, HISTOGRAMS, CATEGORIES, QUANTILES)
+
+
+def table(job: JobSpec) -> Table:
+    """The sums that a job asks for.
+
+    Raises:
+        ValueError: It asks for none.
+    """
+    if job.statistics is None:
+        raise ValueError("this job asks for no statistics")
+    noised = job.privacy.differential_privacy.enabled
+    return table_of(job.statistics, len(job.sites), noised=noised)
+
+
+def filled(document: Mapping[str, Any], spec: StatisticsSpec) -> dict[str, Any]:
+    """Fill in what follows from the statistics that a job's document asks for.
+
+    Raises:
+        JobError: The table asks for what cannot be computed.
+    """
+    faults = list(_faults(spec))
+    if faults:
+        raise joined(faults)
+    found = dict(document)
+    privacy = dict(_table(document, "privacy"))
+    private = dict(_table(privacy, "differential_privacy"))
+    secure = dict(_table(privacy, "secure_aggregation"))
+    sites = document.get("sites")
+    num_sites = len(sites) if isinstance(sites, list | tuple) and sites else 1
+    noised = private.get("unit", "none") != "none"
+    asked = table_of(spec, num_sites, noised=noised)
+    if private:
+        private.setdefault("reserve_rounds", 0)
+        privacy["differential_privacy"] = private
+    if secure.get("enabled"):
+        secure.setdefault("element_bound", asked.element_bound)
+        privacy["secure_aggregation"] = secure
+    if privacy:
+        found["privacy"] = privacy
+    found.setdefault("rounds", len(asked.stages) + _SPARE_ROUNDS)
+    options = {"values": asked.num_values}
+    found.setdefault("model", {"factory": FACTORY, "options": options})
+    found.setdefault(
+        "training", {"task": STATISTICS, "local_steps": 1, "batch_size": 1}
+    )
+    found.setdefault("evaluation", {"every": 0})
+    found.setdefault("aggregation", {"weights": "uniform"})
+    return found
+
+
+def _table(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = document.get(key, {})
+    return found if isinstance(found, Mapping) else {}
+
+
+def check_statistics(job: JobSpec) -> Iterator[JobError]:
+    """Refuse tables that would change what the statistics are.
+
+    Yields:
+        An error for each.
+    """
+    if job.statistics is None:
+        if job.training.task == STATISTICS:
+            yield JobError(
+                "is the task of jobs with a [statistics] table: add it, or name "
+                "another task",
+                key="training.task",
+            )
+        return
+    asked = table(job)
+    if asked.num_values > _MOST_VALUES:
+        yield JobError(
+            f"takes {asked.num_values:,} values, and a site sends at most "
+            f"{_MOST_VALUES:,}: ask about fewer columns, bins, categories or "
+            "covariances in one job",
+            key="statistics",
+        )
+    plain = ModelSpec(factory=FACTORY, options={"values": asked.num_values})
+    training, needed = job.training, len(asked.stages)
+    is_plain = (training.task, training.local_steps, training.batch_size) == (
+        STATISTICS,
+        1,
+        1,
+    )
+    wrong = {
+        "model": job.model != plain,
+        "training": not is_plain,
+        "evaluation": job.evaluation.every != 0,
+    }
+    for key, is_wrong in wrong.items():
+        if is_wrong:
+            yield JobError(
+                "follows from [statistics], which trains no model: remove this table",
+                key=key,
+            )
+    secure = job.privacy.secure_aggregation
+    if secure.enabled and secure.element_bound != asked.element_bound:
+        yield JobError(
+            "element_bound follows from [statistics]: remove it",
+            key="privacy.secure_aggregation",
+        )
+    if job.rounds < needed:
+        yield JobError(f"these statistics take {needed} rounds", key="rounds")
+
+
+def _faults(spec: StatisticsSpec) -> Iterator[JobError]:
+    names = [name for column in spec.columns for name in column.names]
+    twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+    rules: dict[str, object] = {
+        "statistics.columns: add at least one table": not spec.columns,
+        f"statistics.columns: {twice!r:.80} is there twice": twice is not None,
+    }
+    for index, column in enumerate(spec.columns):
+        key = f"statistics.columns[{index}]"
+        rules[f"{key}.names: name at least one column"] = not column.names
+        of = _of_words if column.kind == CATEGORY else _of_numbers
+        rules |= {f"{key}.{text}": fault for text, fault in of(column).items()}
+    rules |= {
+        f"statistics.split.{name}: is not a number above 0 for one of "
+        f"{', '.join(_SPLIT)}": name not in _SPLIT or share <= 0
+        for name, share in spec.split.items()
+    }
+    yield from broken(rules)
+
+
+def _of_words(column: ColumnSpec) -> Mapping[str, object]:
+    """What would be wrong with a column of categories, and whether it is."""
+    listed = column.categories
+    return {
+        f"categories: lists {len(listed):,}, and at most {MAX_CATEGORIES:,} are "
+        "possible: list the common ones, all others are counted "
+        "together": len(listed) > MAX_CATEGORIES,
+        "categories: lists one twice": len(set(listed)) < len(listed),
+        "low: categories have no bounds, bins and quantiles: remove them": column.low
+        is not None
+        or column.high is not None
+        or column.bins
+        or column.edges
+        or column.quantiles,
+    }
+
+
+def _of_numbers(column: ColumnSpec) -> Mapping[str, object]:
+    """The same of a column of numbers."""
+    edges, low, high = column.edges, column.low, column.high
+    is_bounded = low is not None and high is not None
+    rises = len(edges) != 1 and all(a < b for a, b in pairwise(edges))
+    quantiles = column.quantiles
+    return {
+        "low: set low and high, which bound what a record can change, or list "
+        "categories; take them from what is known of such data, never from the "
+        "data": not (edges or is_bounded),
+        "edges: are bounds and bins: remove low, high and bins": bool(edges)
+        and (low is not None or high is not None or column.bins),
+        "edges: must be two numbers or more, each larger than the last": not rises,
+        "high: must be above low": not edges
+        and is_bounded
+        and not 0 < (high or 0.0) - (low or 0.0) < math.inf,
+        f"quantiles: must be at most {MAX_QUANTILES} numbers between 0 and 1": len(
+            quantiles
+        )
+        > MAX_QUANTILES
+        or not all(0 < q < 1 for q in quantiles),
+    }

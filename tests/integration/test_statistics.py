@@ -1,0 +1,190 @@
+"""Runs of statistics: equal to what NumPy finds in all records together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import csv, parquet
+from support.without_report import simulate
+
+from deploy.cli.commands import main
+from federation.errors import SiteError
+from federation.job import job_file
+from federation.job.spec import JobSpec
+
+SITES, ROWS = ("north", "south", "west"), 300
+SEXES = ("f", "m")
+AGE = {"names": ["age"], "low": 0.0, "high": 110.0, "bins": 11}
+LAB = {"names": ["sodium", "crp"], "low": -50.0, "high": 250.0, "quantiles": [0.1, 0.5]}
+SEX = {"names": ["sex"], "categories": ["f", "m"]}
+SECURE = {"secure_aggregation": {"enabled": True}}
+
+
+def drawn(seed: int, size: int = ROWS) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    crp = rng.exponential(20, size)
+    crp[rng.random(size) < 0.1] = np.nan
+    return {
+        "age": rng.integers(0, 100, size).astype(float),
+        "sodium": rng.normal(140, 4, size),
+        "crp": crp,
+        "sex": rng.choice(["f", "m", "x"], size, p=[0.5, 0.45, 0.05]),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file of a site's records in each format."""
+    found = tmp_path_factory.mktemp("tables")
+    north, south, west = map(drawn, range(3))
+    nulls = {k: pa.array(v, from_pandas=True) for k, v in north.items()}
+    parquet.write_table(pa.table(nulls), found / "north.parquet")
+    csv.write_csv(
+        pa.table({k: pa.array(v, from_pandas=True) for k, v in south.items()}),
+        found / "south.csv",
+    )
+    np.savez(found / "west.npz", **west)
+    return found
+
+
+FILES = {"north": "north.parquet", "south": "south.csv", "west": "west.npz"}
+
+
+def job(folder: Path, **tables: Any) -> JobSpec:
+    sites = [
+        {
+            "name": name,
+            "data": {
+                "source": "clients.data:table",
+                "options": {"path": str(folder / FILES[name])},
+            },
+        }
+        for name in SITES
+    ]
+    asked = {"covariances": True, "columns": [AGE, LAB, SEX]}
+    return job_file.parse(
+        {"name": "survey", "statistics": asked, "sites": sites, **tables}
+    )
+
+
+@pytest.mark.parametrize("privacy", [{}, SECURE], ids=["clear", "secure"])
+def test_sums_are_those_of_all_records_together(folder: Path, privacy: dict[str, Any]):
+    run = simulate(job(folder, privacy=privacy))
+    found = run.statistics
+    assert found is not None
+    parts = [drawn(seed) for seed in range(3)]
+    pooled = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+    assert (found.sites, found.records) == (3, 3 * ROWS)
+    by_name = {column.name: column for column in found.columns}
+    for name in ("age", "sodium", "crp"):
+        values, column = pooled[name], by_name[name]
+        low, high = (0.0, 110.0) if name == "age" else (-50.0, 250.0)
+        close = {"rel": 1e-9, "abs": (high - low) * 1e-9}
+        known = values[~np.isnan(values)]
+        assert column.count == known.size
+        assert column.missing == values.size - known.size
+        assert column.mean == pytest.approx(known.mean(), **close)
+        assert column.variance == pytest.approx(known.var(ddof=1), **close)
+        assert (column.below, column.above) == (0, 0)
+        for quantile, value in column.quantiles.items():
+            exact = np.quantile(known, float(quantile), method="inverted_cdf")
+            assert value == pytest.approx(exact, abs=(high - low) / 65536)
+    counts = np.histogram(pooled["age"], np.linspace(0, 110, 12))[0]
+    assert by_name["age"].histogram == tuple(counts)
+    sexes = dict(zip(*np.unique(pooled["sex"], return_counts=True), strict=True))
+    assert by_name["sex"].categories == {"f": sexes["f"], "m": sexes["m"]}
+    assert by_name["sex"].other == sexes["x"]
+    table = np.array([pooled[name] for name in found.numbers])
+    whole = table[:, ~np.isnan(table).any(axis=0)]
+    assert found.complete == whole.shape[1]
+    np.testing.assert_allclose(found.covariances, np.cov(whole), rtol=1e-7, atol=1e-5)
+    np.testing.assert_allclose(found.correlations, np.corrcoef(whole), atol=1e-7)
+    assert run.rounds_completed == 2
+    assert run.epsilon is None
+
+
+def test_noised_sums_are_charged_once_for_each_round(folder: Path, tmp_path: Path):
+    private = {
+        "differential_privacy": {"unit": "record", "target_epsilon": 2.0, "delta": 1e-4}
+    }
+    spec = job(folder, privacy=SECURE | private, simulation={"total_epsilon": 2.5})
+    run = simulate(spec, folder=tmp_path / "a" / "first")
+    found = run.statistics
+    assert found is not None
+    assert found.epsilon == pytest.approx(2.0, rel=1e-3)
+    assert found.epsilon <= 2.0
+    assert found.noise["counts"] > 1
+    assert found.records != 3 * ROWS or found.columns[0].count != 3 * ROWS
+    assert abs(found.records - 3 * ROWS) < 6 * found.noise["counts"]
+    for column, mean in (("age", 49.5), ("sodium", 140.0)):
+        row = next(r for r in found.columns if r.name == column)
+        assert row.mean is not None
+        assert row.mean_noise is not None
+        assert abs(row.mean - mean) < 6 * row.mean_noise + 5
+    with pytest.raises(Exception, match="total_epsilon"):
+        simulate(spec, folder=tmp_path / "a" / "second")
+
+
+def test_a_run_that_is_stopped_resumes_and_gives_the_same(folder: Path, tmp_path: Path):
+    whole = simulate(job(folder, privacy=SECURE))
+    asked = iter([False, True])
+    stopped = simulate(
+        job(folder, privacy=SECURE),
+        folder=tmp_path / "run",
+        stop_requested=lambda: next(asked, True),
+    )
+    assert stopped.rounds_completed == 1
+    assert stopped.statistics is None
+    resumed = simulate(
+        job(folder, privacy=SECURE), folder=tmp_path / "run", resume=True
+    )
+    assert resumed.statistics == whole.statistics
+
+
+def test_a_lost_round_is_asked_again(folder: Path):
+    faults = [{"site": "west", "kind": "silent", "rounds": [1]}]
+    run = simulate(job(folder, simulation={"faults": faults}))
+    assert run.statistics == simulate(job(folder)).statistics
+    away = [{"site": "west", "kind": "crash"}]
+    few = simulate(
+        job(folder, schedule={"minimum_sites": 2}, simulation={"faults": away})
+    ).statistics
+    assert few is not None
+    assert (few.sites, few.records) == (2, 2 * ROWS)
+
+
+def test_the_verb_prints_and_keeps_what_a_run_found(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(tmp_path)
+    spec = job(folder)
+    Path("survey.json").write_text("")
+    import tomli_w  # noqa: PLC0415
+
+    Path("job.toml").write_text(tomli_w.dumps(job_file.document(spec)))
+    assert main(["stats", "job.toml", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["statistics"]["records"] == 3 * ROWS
+    assert main(["stats", "survey"]) == 0
+    shown = capsys.readouterr().out
+    assert "age" in shown
+    assert "sex = m" in shown
+    page = (Path(document["folder"]) / "report.html").read_text()
+    assert "sodium" in page
+    assert "figure-column-0" in page
+    assert "figure-correlations" in page
+    Path("plain.toml").write_text('name = "x"\n')
+    assert main(["stats", "plain.toml"]) == 2
+    assert main(["stats", "nothing"]) == 2
+
+
+def test_a_site_that_lacks_a_column_is_named(folder: Path):
+    columns = [{**AGE, "names": ["age", "height"]}]
+    with pytest.raises(SiteError, match=r"(?s)north.*height.*west.*height"):
+        simulate(job(folder, statistics={"columns": columns}))

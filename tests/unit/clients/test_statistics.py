@@ -1,0 +1,166 @@
+"""What a site answers to a job of statistics: sums, noise, and columns it lacks."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clients.data.tables import Table as Rows, words_of
+from clients.statistics.columns import read
+from clients.statistics.sums import sums_of
+from federation.errors import SiteError
+from federation.ids import SiteId
+from federation.job import job_file
+from federation.job.statistics_checks import table
+from federation.job.statistics_table import Table
+from privacy.dp import accountant
+from privacy.dp.curve_tests import independent
+from privacy.dp.tables import mechanism_of
+
+SITE = SiteId("clinic")
+PRIVATE = {"differential_privacy": {"unit": "record", "target_epsilon": 1.0}}
+AGE = {"names": ["age"], "low": 0.0, "high": 100.0, "unit": "years"}
+NUMBERS = {"names": ["x", "y"], "low": -2.0, "high": 2.0, "bins": 8, "quantiles": [0.5]}
+SEX = {"names": ["sex"], "categories": ["f", "m"]}
+
+
+def asked(*columns: dict[str, Any], **tables: Any) -> Table:
+    document = {"name": "s", "sites": [{"name": SITE}, {"name": "other"}], **tables}
+    document.setdefault("statistics", {"covariances": True})["columns"] = list(columns)
+    return table(job_file.parse(document))
+
+
+def rows(units: dict[str, str] | None = None, **columns: Any) -> Rows:
+    arrays = {
+        name: words_of(np.array(c)) if name == "sex" else np.array(c)
+        for name, c in columns.items()
+    }
+    size = len(next(iter(columns.values())))
+    return Rows(columns=arrays, index=np.arange(size), units=units or {})
+
+
+def warned() -> tuple[list[str], Any]:
+    texts = list[str]()
+    return texts, texts.append
+
+
+def test_every_part_moves_by_no_more_than_its_noise_is_made_for():
+    """Remove each record of a table of corners, gaps and values beyond bounds."""
+    part_of = asked(NUMBERS, SEX, privacy=PRIVATE)
+    values = [-2.0, 2.0, 9.0, -1e300, math.inf, math.nan, 0.3]
+    grid = np.array(np.meshgrid(values, values)).reshape(2, -1)
+    whole = rows(x=grid[0], y=grid[1], sex=np.arange(grid.shape[1]) % 3)
+
+    def sums(data: Rows) -> dict[str, np.ndarray]:
+        found = read(part_of, data, SITE, lambda _: None)
+        first = sums_of(part_of, part_of.stages[0], found, {})
+        second = sums_of(part_of, part_of.stages[1], found, first_sums)
+        both = {**first, "fine": second["quantiles"]}
+        return {name: np.array(part, np.int64) for name, part in both.items()}
+
+    data = read(part_of, whole, SITE, lambda _: None)
+    first_sums = sums_of(part_of, part_of.stages[0], data, {})
+    before = sums(whole)
+    most = {p.name: p.most for p in part_of.stages[0].parts}
+    most["fine"] = part_of.stages[1].parts[1].most
+    reached = dict.fromkeys(most, 0)
+    for gone in range(len(whole)):
+        after = sums(whole.subset(np.delete(np.arange(len(whole)), gone)))
+        for name, part in before.items():
+            moved = sum(int(d) ** 2 for d in part - after[name])
+            assert moved <= most[name], (name, gone)
+            reached[name] = max(reached[name], moved)
+    # The bound is not loose where a record is in a corner.
+    assert reached == {**most, "counts": most["counts"]}
+
+
+@pytest.mark.parametrize(("times", "fewest", "most"), [(1.0, 0, 1), (0.5, 19, 20)])
+def test_the_audit_finds_halved_noise_and_no_other(
+    times: float, fewest: int, most: int
+):
+    """An attack on one record that knows all others, against the curve that is charged.
+
+    Of 20 seeds; noise is what a site adds with a multiplier of 2, or of half of that.
+    """
+    part_of = asked({**NUMBERS, "quantiles": []}, SEX, privacy=PRIVATE)
+    stage, claimed = part_of.stages[0], 2.0
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=50), "y": rng.normal(size=50), "sex": [0, 1] * 25}
+    data["x"][0] = data["y"][0] = 2.0
+    pair = [
+        sums_of(part_of, stage, read(part_of, d, SITE, lambda _: None), {})
+        for d in (rows(**data), rows(**{n: c[1:] for n, c in data.items()}))
+    ]
+    noise = mechanism_of(part_of, stage, times * claimed)
+    curve = accountant.trade_off([mechanism_of(part_of, stage, claimed).event()])
+    seeds, repeats = 20, 4000
+    rng = np.random.default_rng(1)
+    is_in = rng.random((seeds, repeats)) < 0.5
+    scores = np.zeros((seeds, repeats))
+    exact = {n: np.zeros(scores.size * len(pair[0][n]), np.int64) for n in noise.parts}
+    for name, drawn in noise.release(exact, rng.bytes).items():
+        change = np.array(pair[0][name], float) - np.array(pair[1][name], float)
+        shown = drawn.reshape(seeds, repeats, -1) + is_in[..., None] * change
+        scores += shown @ change / noise.standard_deviation(name) ** 2
+    found = sum(
+        independent(curve, *row) < 0.05 for row in zip(scores, is_in, strict=True)
+    )
+    assert fewest <= found <= most
+
+
+def test_columns_that_a_site_lacks_are_named_without_a_value():
+    """All at once, with the site, the column, the key of the job and what to do."""
+    secret = 81.5
+    data = rows(
+        {"age": "months"},
+        age=[secret, 7.25],
+        x=np.zeros((2, 2)),
+        sex=[0, 1],
+    )
+    data = Rows(
+        columns={
+            **data.columns,
+            "y": words_of(np.array([3, 4])),
+            "cut": np.ones(2) / 3,
+        },
+        index=data.index,
+        units=data.units,
+    )
+    cut = {"names": ["cut"], "categories": ["0"]}
+    gone = {"names": ["weight"], "low": 0.0, "high": 1.0}
+    part_of = asked(AGE, NUMBERS, cut, gone)
+    with pytest.raises(SiteError) as caught:
+        read(part_of, data, SITE, lambda _: None)
+    said = caught.value.outside
+    for words in (
+        "site 'clinic'",
+        "'age' in 'months'",
+        "'years'",
+        "'x' with several values",
+        "'y' of text",
+        "'cut' of fractions",
+        "no column 'weight'",
+        "statistics.columns[3]",
+    ):
+        assert words in said, words
+    assert not any(text in said for text in ("81", "7.25", "0.33"))
+
+
+def test_bounds_from_the_data_are_a_warning_at_the_site_alone():
+    texts, warn = warned()
+    read(asked(AGE), rows(age=[0.0, 55.0, math.nan]), SITE, warn)
+    (said,) = texts
+    assert "low of column 'age'" in said
+    assert "must be public" in said
+    read(asked(AGE), rows(age=[1.0, 55.0]), SITE, warn)
+    assert len(texts) == 1
+
+
+def test_a_site_without_records_adds_nothing():
+    part_of = asked(NUMBERS, SEX)
+    data = read(part_of, rows(x=[], y=[], sex=np.zeros(0, int)), SITE, lambda _: None)
+    sums = dict(sums_of(part_of, part_of.stages[0], data, {}))
+    assert sums.pop("sites") == [1]
+    assert not any(map(any, sums.values()))
+    assert not any(sums_of(part_of, part_of.stages[1], data, sums)["quantiles"])
