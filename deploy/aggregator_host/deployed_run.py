@@ -17,6 +17,7 @@ from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
 from clients.user_code import unable_to_exit
 from cloud_adapters.flower.facts import Connected
+from deploy import audit_log
 from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.handshake import SignedHandshake
 from deploy.aggregator_host.parties import Parties, check, fewest
@@ -232,6 +233,7 @@ class DeployedRun:
                 spares=spares,
                 anchors=self._anchors,
                 num_values=self.layout.size if job.relays else 0,
+                audit_head=audit_log.head(run_queue.folder_of(self._run)),
             )
             quorum = job.minimum_sites if job.buffer_size is None else 0
             grid = connect(self._handshake, names, required=required, quorum=quorum)

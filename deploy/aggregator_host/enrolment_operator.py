@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cloud_adapters.nginx import processes as proxy_processes
+from deploy import audit_log
 from deploy.aggregator_host import disk_reserve
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import (
@@ -195,6 +196,7 @@ def invite(
             )
         expires = clock.now() + seconds
         found = Invitation(digest=token.digest, site=site, expires=expires, role=role)
+        _note(config, "site.invite", site, clock, role=role, until=expires)
         book_file.write(book.with_invitation(found))
     return token
 
@@ -240,6 +242,8 @@ def invite_machine(
         before = book.bound_invitation(site)
         if before is not None and before.machine == machine:
             found = replace(before, expires=expires, role=role)
+        about = {"role": role, "until": expires, "machine": machine}
+        _note(config, "site.invite", site, clock, **about)
         book_file.write(book.with_bound(found))
     return token
 
@@ -305,6 +309,7 @@ def revoke(
             known = ", ".join(one.site for one in book.members) or "none"
             raise EnrolmentRefused(f"site {site!r} is not enrolled; enrolled: {known}")
         with disk_reserve.released(config.folder):
+            _note(config, "site.revoke", site, clock)
             book_file.write_revocations(book, authority)
             runs = proxy_processes.reload(config.proxy)
             # From here on it is refused; everything after this only tidies up. If it
@@ -338,6 +343,7 @@ def prepare(config: AggregatorConfig, *, clock: Clock) -> tuple[str, ...]:
         book = book_file.read()
         forgotten = book.shut_out(book_file.read_revocations(authority).revoked)
         for site in forgotten:
+            _note(config, "site.revoke", site, clock, because="it was revoked before")
             book = book.without(site, at=clock.now())
         if forgotten:
             book_file.write(book)
@@ -379,6 +385,13 @@ def _unregister(gone: list[WithdrawnSite], unregister: Unregister) -> str | None
     except FederationError as error:
         return str(error)
     return None
+
+
+def _note(
+    config: AggregatorConfig, action: str, site: str, clock: Clock, **details: object
+) -> None:
+    folder, now = config.folder, clock.now()
+    audit_log.note(folder, action, site, at=now, who=None, **details)
 
 
 def _check_pinned(path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cloud_adapters.identity.platforms import PlatformVerifier
+from deploy import audit_log
 from deploy.aggregator_host import enrolment_machines as machines
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import (
@@ -119,6 +120,7 @@ class EnrolmentService:
             _check_new(book, asked)
             self._check_roster(asked, role)
             issued = authority.issue_site(asked.site, asked.request.encode())
+            self._note("site.enrol", asked, key=asked.identity)
             book = bound.at(self.clock.now())
             book_file.write(book)
             if machine is not None:
@@ -264,9 +266,14 @@ class EnrolmentService:
                 member = replace(
                     _with_certificate(member, issued), release=asked.release
                 )
+                self._note("site.renew", asked)
                 book_file.write(book.with_member(member))
                 self.listener(f"site {asked.site!r} has a new certificate")
         return self._answer(issued)
+
+    def _note(self, action: str, asked: Enrolment | Renewal, **details: str) -> None:
+        site, who, now = asked.site, f"site {asked.site}", self.clock.now()
+        audit_log.note(self.config.folder, action, site, at=now, who=who, **details)
 
     def _shown(
         self, book: EnrolmentBook, asked: Renewal, authority: Authority

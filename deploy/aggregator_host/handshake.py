@@ -78,6 +78,7 @@ class SignedHandshake:
         spares: bool = False,
         anchors: Mapping[SiteId, LedgerAnchor] = NOTHING_KNOWN,
         num_values: int = 0,
+        audit_head: str = "",
     ) -> "SignedHandshake":
         """Propose a job to all of its sites except revoked ones."""
         proposal = Proposal(
@@ -94,6 +95,7 @@ class SignedHandshake:
             num_values=num_values,
             roster_serial=roster.serial,
             roster_digest=roster.digest.hex(),
+            audit_head=audit_head,
         )
         sealed = introduction.seal_proposal(proposal, aggregator)
         sites = frozenset(SiteId(site.name) for site in job.sites)

@@ -110,7 +110,7 @@ def _page(
     if not config.file.monitor.port:
         return nullcontext()
     page, metrics = host_secrets.tokens(config.folder)
-    pages = of_aggregator(config)
+    pages = of_aggregator(config, clock)
     return serving(
         lambda port: live_app(
             pages,

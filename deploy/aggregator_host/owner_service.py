@@ -92,7 +92,8 @@ class OwnerService:
         if action == "stop":
             if one.outcome is not None:
                 raise FederationError(f"run {one.name} has ended already")
-            run_queue.ask_to_stop(one.run)
+            who = f"owner {owner.name}"
+            run_queue.ask_to_stop(one.run, at=self.clock.now(), who=who)
             self.listener(f"owner {owner.name} stops run {one.name}")
             return {"run": one.name, "begun": one.run.exists()}
         raise FederationError(f"there is no action {action!r:.40}")

@@ -6,11 +6,13 @@ Nothing here imports torch: ``crossfed run`` hands a job over and trains nothing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from deploy import audit_log
 from deploy.aggregator_host import run_queue
 from deploy.aggregator_host.enrolment_book import BookFile
 from federation.durable_files import replace_file
 from federation.errors import JobError
 from federation.ids import SiteId, new_run_id
+from federation.job import job_digest
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
 from privacy.keystream import RandomBytes
@@ -229,5 +231,12 @@ def submitted(
 
         starting_weights.find(job, folder)
     run = RunFolder(runs / job.name / new_run_id(at, random_bytes(3)))
+    who = None if owner == run_queue.OPERATOR else f"owner {owner}"
+    details = {
+        "job": job.name,
+        "digest": job_digest.digest(job).hex(),
+        "priority": priority,
+    }
+    audit_log.note(folder, "run.submit", run.path.name, at=at, who=who, **details)
     run_queue.submit(job, run, at=at, owner=owner, priority=priority)
     return run

@@ -11,6 +11,7 @@ from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
 from federation.errors import FederationError, RunNotFound, StoreError
 from federation.events import SiteAnswered, SiteFailed, StepTaken
+from federation.protocols import Clock
 from monitoring.privacy_words import has_noise
 from monitoring.runs.find import find_runs
 from monitoring.runs.run_folder import RunFolder
@@ -75,9 +76,11 @@ def _folded(run: RunFolder, _size: int, _changed_ns: int) -> Mapping[str, Any]:
     }
 
 
-def of_aggregator(config: AggregatorConfig, run: RunFolder | None = None) -> Shown:
+def of_aggregator(
+    config: AggregatorConfig, clock: Clock, run: RunFolder | None = None
+) -> Shown:
     """Return what live pages of an aggregator show; arguments as for ``shown``."""
-    found = shown(config.runs, {"stop": run_queue.ask_to_stop}, run)
+    found = shown(config.runs, {"stop": run_queue.stop_action(clock)}, run)
     return replace(found, revoked=lambda: revoked(config))
 
 

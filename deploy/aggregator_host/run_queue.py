@@ -10,13 +10,14 @@ service starts another once there is room, which continues from the newest check
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cloud_adapters.flower.facts import Connected, FlowerRun
 from cloud_adapters.storage.disk.part_file import file_errors
+from deploy import audit_log
 from deploy.exit_codes import FAILED, STOPPED, status_of
 from deploy.wiring import extension
 from federation import durable_files
@@ -43,6 +44,7 @@ from federation.events import (
 from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
+from federation.protocols import Clock
 from federation.rounds.round_sums import completed_rounds
 from monitoring.runs.run_folder import REQUEST, RunFolder
 from monitoring.views.round_view import loss_of
@@ -401,12 +403,18 @@ def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
     return run
 
 
+def folder_of(run: RunFolder) -> Path:
+    """The aggregator's folder."""
+    return run.path.parents[2]
+
+
 def take_up(run: RunFolder, *, at: float) -> None:
     """Submit again a run that ``find_ended`` has found.
 
     Raises:
         StoreUnavailable: Its folder cannot be written.
     """
+    audit_log.note(folder_of(run), "run.resume", run.path.name, at=at)
     before = read(run)
     request = RunRequest(at=at) if before is None else _waiting(before, at)
     request = _of_job(request, run.read_spec())  # Sites may have joined it.
@@ -485,9 +493,19 @@ def connected(run: RunFolder) -> Connected | None:
     return durable_files.read_json(run.path / CONNECTED, Connected, advice=advice)
 
 
-def ask_to_stop(run: RunFolder) -> None:
-    """Ask a run to end after its round."""
+def ask_to_stop(run: RunFolder, *, at: float, who: str | None = None) -> None:
+    """Ask a run to end after its round; ``who`` as in ``audit_log.note``."""
+    audit_log.note(folder_of(run), "run.stop", run.path.name, at=at, who=who)
     replace_file(run.path / STOP, [b""])
+
+
+def stop_action(clock: Clock) -> Callable[[RunFolder], None]:
+    """What the button of a live page does."""
+
+    def stop(run: RunFolder) -> None:
+        ask_to_stop(run, at=clock.now(), who=f"the live page of {audit_log.operator()}")
+
+    return stop
 
 
 def ask_to_pause(run: RunFolder) -> None:

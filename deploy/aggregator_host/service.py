@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from cloud_adapters.nginx.config import ProxySettings
 from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.superlink.answer_limits import Limits, free_bytes
 from cloud_adapters.superlink.control import FlowerControl
+from deploy import audit_log
 from deploy.aggregator_host import (
     admission,
     alert_delivery,
@@ -143,6 +144,8 @@ class AggregatorService:
                 "revoked: it is revoked again. Check the output of crossfed aggregator "
                 "sites"
             )
+        now, who = self.clock.now(), audit_log.SERVICE
+        audit_log.note_settings(config.folder, asdict(config.file), at=now, who=who)
         port = self._port()
         authority = (config.folder / "ca.crt").read_bytes()
         with ExitStack() as stack:
@@ -359,6 +362,7 @@ class AggregatorService:
     def _tell_ends(self, runs: Sequence[QueuedRun]) -> None:
         for one in runs:
             if one.outcome is not None and one.run.path in self._at_work:
+                self._note("run.end", one.run, status=one.status, reason=one.reason)
                 self._at_work.remove(one.run.path)
                 reason = f": {one.reason}" if one.reason else ""
                 self.listener(f"run {one.run.path.name} {one.status}{reason}")
@@ -380,6 +384,7 @@ class AggregatorService:
     def _give_up(self, control: FlowerControl, action: GiveUp) -> None:
         run, reason = action.handed.run, action.reason
         self.listener(f"run {run.path.name} has failed: {reason}")
+        self._note("run.end", run, reason=reason)
         self._at_work.discard(run.path)
         # First: its coordinator, if one works, does not say otherwise when it ends.
         run_queue.leave_outcome(run, Outcome(code=action.code, message=reason))
@@ -390,6 +395,7 @@ class AggregatorService:
         self, control: FlowerControl, action: CoordinatorStart, run: RunFolder
     ) -> None:
         run_queue.check_room(run)
+        self._note("run.start", run)
         number = control.start(
             {
                 "folder": str(run.path.resolve()),
@@ -402,6 +408,10 @@ class AggregatorService:
         again = "" if action.handed.coordinator is None else " again"
         self._at_work.add(run.path)
         self.listener(f"run {run.path.name} is started{again}")
+
+    def _note(self, action: str, run: RunFolder, **details: str) -> None:
+        folder, now, who = self.config.folder, self.clock.now(), audit_log.SERVICE
+        audit_log.note(folder, action, run.path.name, at=now, who=who, **details)
 
     def _port(self) -> int:
         """Port of the SuperLink; a chosen one is stored, so nodes find it again."""

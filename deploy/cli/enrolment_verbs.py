@@ -108,7 +108,8 @@ def _roster(options: argparse.Namespace) -> int:
     newest = enrolment_site.newest_roster(config, clock=options.clock)
     changes = enrolment_roster.differences(roster.load(config.roster), newest)
     if options.accept is not None:
-        enrolment_roster.accept_roster(config, newest, options.accept)
+        now = options.clock.now()
+        enrolment_roster.accept_roster(config, newest, options.accept, at=now)
     digest = newest.digest.hex()
     facts = {
         "serial": newest.serial,

@@ -5,9 +5,11 @@ import os
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from deploy import audit_log
 from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.exit_codes import DONE
 from federation.errors import JobError
+from federation.typed_json import encode
 
 if TYPE_CHECKING:
     from deploy.aggregator_host.owners import Owner, Usage
@@ -34,6 +36,8 @@ def _add(options: argparse.Namespace) -> int:
         known = before or Owner(name=options.name)
         return replace(known, **given, token=known.token or token.digest)
 
+    now, about = options.clock.now(), {key: encode(given[key]) for key in given}
+    audit_log.note(config.folder, "owner.add", options.name, at=now, **about)
     made = owners.change(config.folder, options.name, changed)
     is_new = made.token == token.digest
     if options.json:
@@ -111,6 +115,8 @@ def _revoke(options: argparse.Namespace) -> int:
             raise JobError(f"there is no owner {options.name!r}", key="name")
         return replace(before, token="")
 
+    now = options.clock.now()
+    audit_log.note(config.folder, "owner.revoke", options.name, at=now)
     owners.change(config.folder, options.name, revoked)
     if options.json:
         say_json({"owner": options.name, "token": None})

@@ -367,7 +367,7 @@ def _watch(options: argparse.Namespace) -> int:
     def pages() -> "Shown":
         from deploy.aggregator_host import run_list  # noqa: PLC0415 -- imports much
 
-        return run_list.of_aggregator(_config(options), run)
+        return run_list.of_aggregator(_config(options), options.clock, run)
 
     run = _find(options)
     with live_page(options, pages, run=run):
@@ -410,7 +410,7 @@ def _stop(options: argparse.Namespace) -> int:
     run = _find(options)
     if is_over(run):
         raise FederationError(f"run {run.path.name} has ended already")
-    run_queue.ask_to_stop(run)
+    run_queue.ask_to_stop(run, at=options.clock.now())
     if options.json:
         _say_run(options, run, "stopping")
     how = "ends after its current round" if run.exists() else "will not start"

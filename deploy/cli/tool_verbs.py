@@ -5,13 +5,15 @@ Arguments in and text out; the work is in the modules of the same names.
 
 import argparse
 import os
+import re
 from contextlib import ExitStack
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.cli.arguments import key, service
-from deploy.cli.terminal import say, say_json, tell
+from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.exit_codes import DONE, FAILED
 from federation.errors import JobError
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from deploy.tools.rewrap import Place
+
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def _new_key(options: argparse.Namespace) -> int:
@@ -80,6 +84,40 @@ def _trust_key(options: argparse.Namespace) -> int:
             f"trust ... {way}`"
         )
     return DONE
+
+
+def _audit_log(options: argparse.Namespace) -> int:
+    from deploy import audit_log  # noqa: PLC0415 -- keeps `--help` fast
+
+    known, faults = list[str](), list[str]()
+    for each in options.known:
+        if _DIGEST.fullmatch(each):
+            known.append(each)
+            continue
+        other = audit_log.read(Path(each))
+        known += audit_log.heads(other.entries)
+        faults += [f"{each}: {fault}" for fault in other.faults]
+    found = audit_log.read(options.file, known)
+    faults += [f"{options.file}: {fault}" for fault in found.faults]
+    if options.json:
+        entries = [asdict(entry) for entry in found.entries]
+        say_json({"entries": entries, "head": found.head, "faults": faults})
+    else:
+        rows = [
+            [
+                str(entry.number),
+                f"{datetime.fromtimestamp(entry.at, UTC):%Y-%m-%d %H:%M:%S}",
+                *(entry.who, entry.action, entry.subject),
+                ", ".join(f"{k} {v}" for k, v in entry.details.items()),
+            ]
+            for entry in found.entries
+        ]
+        names = ["entry", "time (UTC)", "who", "action", "subject", "details"]
+        say_table(names, rows, cut="details")
+        say(f"{len(found.entries)} entries, digest of the last: {found.head}")
+    for fault in faults:
+        tell(fault)
+    return FAILED if faults else DONE
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -263,6 +301,7 @@ VERBS = {
     "keys storage": _storage_key,
     "keys trust": _trust_key,
     "doctor": _doctor,
+    "audit-log": _audit_log,
     "transcript": _transcript,
     "ledger": _ledger,
     "storage rewrap": _rewrap,

@@ -276,4 +276,5 @@ def accept_roster(
     newest = enrol.newest_roster(config, clock=deployment.clock)
     if newest.digest != kept:
         digest = newest.digest if signed is None else signed.digest
-        enrolment_roster.accept_roster(config, newest, digest.hex())
+        at = deployment.clock.now()
+        enrolment_roster.accept_roster(config, newest, digest.hex(), at=at)

@@ -84,7 +84,7 @@ def _settle(deployment: Deployment, job: JobSpec, older: str, tell: Tell) -> Non
     """Stop older runs if asked to, and name them."""
     found = older_runs(deployment, job)
     for one in found if older == STOP else ():
-        run_queue.ask_to_stop(one.run)
+        run_queue.ask_to_stop(one.run, at=deployment.clock.now())
     if found:
         then = "is stopped after its current round" if older == STOP else "ends first"
         tell(f"{_named(found)} {then}")

@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from clients.user_code import unable_to_exit
 from cloud_adapters.storage.disk import scratch
 from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.storage.disk.store import LocalStore
+from deploy import audit_log
 from deploy.site_host import (
     config as site_file,
     data as site_data,
@@ -264,8 +265,37 @@ class SiteAgent:
             total=partial(self._total_spent, config),
             save=run_status.saver(self._folder(run_id)),
             clock=self.clock,
+            audit=partial(self._note_end, run_id),
         )
         self._lines[run_id].accept()
+
+    def _note_accepted(self, met: ProposedRun) -> None:
+        """Put a run on record, and what the aggregator's own log has last.
+
+        Raises:
+            StoreUnavailable: It cannot be written: the site does not take part.
+        """
+        lines = self._lines.get(met.run_id)
+        if lines is not None and lines.job == met.job:
+            return
+        digest = job_digest.digest(met.job).hex()
+        about = {"job": met.job.name, "digest": digest, "rounds": met.job.rounds}
+        known = introduction.kept_proposal(met.sealed).audit_head
+        about |= {audit_log.HEAD: known} if known else {}
+        folder, who, now = self.config.folder, audit_log.AGENT, self.clock.now()
+        audit_log.note(folder, "run.accept", met.run_id, at=now, who=who, **about)
+
+    def _note_end(self, run_id: RunId, how: str, rounds: int) -> None:
+        folder, who, now = self.config.folder, audit_log.AGENT, self.clock.now()
+        about = {"how": how, "rounds": rounds}
+        try:
+            audit_log.note(folder, "run.end", run_id, at=now, who=who, **about)
+        except FederationError as error:  # It has ended even so.
+            self.listener(f"the end of run {run_id} is not in the audit log: {error}")
+
+    def _note_settings(self) -> None:
+        folder, who, now = self.config.folder, audit_log.AGENT, self.clock.now()
+        audit_log.note_settings(folder, asdict(self.config.file), at=now, who=who)
 
     def _total_spent(self, config: SiteConfig) -> str:
         """Say what all runs on the site's records have spent, and what is allowed."""
@@ -460,6 +490,7 @@ class SiteAgent:
         before = self._at_work(run_id)
         if before is None:
             self.config = site_file.read_again(self.config)
+            self._note_settings()
         config = self.config if before is None else before.config
         self._make_room(run_id)
         pool, data = self._loaded(job, proposal, roster, config, is_new=is_new)
@@ -585,6 +616,7 @@ class SiteAgent:
                 self._keep(met.run_id, keep)
                 raise
             self._keep(met.run_id, keep)
+            self._note_accepted(met)
             run = replace(run, stack=stack.pop_all())
         self._runs[met.run_id] = run
         self._tell_accepted(run)

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from clients.privacy.policy_spec import PolicySpec
+from deploy import audit_log
 from deploy.site_host import config as site_file
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.enrolment_connection import PASSING, Aggregator, Way
@@ -131,6 +132,8 @@ def enroll(
         prove=None if vouched is None else vouched.prove,
     )
     way = connect(token.address, root, None)
+    about = {"address": token.address, "authority": token.authority}
+    audit_log.note(folder, "site.enrol", token.site, at=clock.now(), **about)
     found = enrolment.read_answer(_patiently(lambda: way.post(request), clock))
     expires = _check_certificate(found, key, root, clock=clock)
     members = _check_roster(found, SiteId(token.site), own)
@@ -196,6 +199,7 @@ def renew(
     expires = _check_certificate(found, key, root, clock=clock)
     members = roster.load(config.roster)
     newest = parse_roster(found)
+    audit_log.note(config.folder, "site.renew", config.file.name, at=clock.now())
     _replace(path, found.certificate.encode() + key_pem(key))
     return SiteEnrolled(
         site=config.file.name,

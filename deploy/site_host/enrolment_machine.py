@@ -127,7 +127,7 @@ def refresh(
     """
     try:
         newest, signature = enrol.signed_roster(config, clock=clock, connect=connect)
-        if enrolment_roster.accept_signed(config, newest, signature):
+        if enrolment_roster.accept_signed(config, newest, signature, at=clock.now()):
             listener(f"roster {newest.serial} is signed by the operator: accepted")
     except FederationError as error:
         listener(f"no newer roster is accepted: {error}")
@@ -169,7 +169,8 @@ def _await_roster(
             newest, signature = enrol.signed_roster(
                 config, clock=clock, connect=connect
             )
-            enrolment_roster.accept_signed(config, newest, signature)
+            now = clock.now()
+            enrolment_roster.accept_signed(config, newest, signature, at=now)
         except (EnrolmentRefused, RosterRefused) as error:
             is_final = isinstance(error, EnrolmentRefused) and (
                 error.status not in _LATER

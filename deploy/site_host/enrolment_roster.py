@@ -7,6 +7,7 @@ compared its digest with others, or if the operator has signed it.
 
 from cryptography.hazmat.primitives import hashes
 
+from deploy import audit_log
 from deploy.site_host.config import SiteConfig
 from federation.errors import SiteError
 from federation.ids import SiteId
@@ -24,13 +25,16 @@ from privacy.secagg.errors import RosterRefused, UnknownSite
 MIN_DIGEST_DIGITS = 32
 
 
-def accept_roster(config: SiteConfig, newest: Roster, digest: str) -> None:
+def accept_roster(
+    config: SiteConfig, newest: Roster, digest: str, *, at: float
+) -> None:
     """Trust a newer roster whose digest a person has compared.
 
     Args:
         config: The site.
         newest: What ``newest_roster`` returned.
         digest: At least 32 hexadecimal digits that it begins with.
+        at: Seconds since 1970.
 
     Raises:
         RosterRefused: The digest is another one's or too short, the roster is older
@@ -44,16 +48,19 @@ def accept_roster(config: SiteConfig, newest: Roster, digest: str) -> None:
             f"{digest[:80]!r}: compare it with the operator of the aggregator and with "
             f"other sites, and give at least {MIN_DIGEST_DIGITS} digits of it"
         )
-    _replace(config, newest, roster.load(config.roster))
+    _replace(config, newest, roster.load(config.roster), at=at)
 
 
-def accept_signed(config: SiteConfig, newest: Roster, signature: str) -> bool:
+def accept_signed(
+    config: SiteConfig, newest: Roster, signature: str, *, at: float
+) -> bool:
     """Trust a roster that the operator of this site has signed.
 
     Args:
         config: The site, whose ``roster_signer`` is set.
         newest: What the aggregator sent.
         signature: What it sent with it.
+        at: Seconds since 1970.
 
     Returns:
         Whether it is another one than before.
@@ -70,11 +77,19 @@ def accept_signed(config: SiteConfig, newest: Roster, signature: str) -> bool:
     before = roster.load(config.roster) if config.roster.exists() else None
     if before is not None and before.digest == newest.digest:
         return False
-    _replace(config, newest, before)
+    signer = f"the signer {config.file.roster_signer}"
+    _replace(config, newest, before, at=at, who=signer)
     return True
 
 
-def _replace(config: SiteConfig, newest: Roster, before: Roster | None) -> None:
+def _replace(
+    config: SiteConfig,
+    newest: Roster,
+    before: Roster | None,
+    *,
+    at: float,
+    who: str | None = None,
+) -> None:
     if before is not None:
         before.check_successor(newest)
     if before is not None and newest.aggregator_key != before.aggregator_key:
@@ -83,6 +98,10 @@ def _replace(config: SiteConfig, newest: Roster, before: Roster | None) -> None:
             "the new one with crossfed keys trust --aggregator --replace"
         )
     check_own_entry(newest, SiteId(config.file.name), identity.load(config.identity))
+    serial, digest = str(newest.serial), newest.digest.hex()
+    audit_log.note(
+        config.folder, "roster.accept", serial, at=at, who=who, digest=digest
+    )
     roster.save(newest, config.roster)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from clients.home.folder_copy import FolderCopy, is_state
 from clients.home.home import Home, is_current
 from clients.home.lease import HomeLease, read_head
+from deploy import audit_log
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.departure import Departure
 from deploy.site_host.home_spec import is_inside, open_home
@@ -183,6 +184,7 @@ def names_of(config: SiteConfig) -> tuple[str, ...]:
         file.certificate,
         file.roster,
         file.aggregator.authority,
+        audit_log.FILE,
     )
     return tuple(name for name in named if is_inside(name))
 

@@ -33,6 +33,7 @@ class RunLines:
         total: Says what all runs on the site's records have spent together.
         save: Called with the status of the run when that has changed.
         clock: Tells time.
+        audit: Called with how the run has ended here, and the rounds answered.
     """
 
     run_id: RunId
@@ -44,6 +45,7 @@ class RunLines:
     total: Callable[[], str]
     save: Callable[[RunStatus], None]
     clock: Clock
+    audit: Callable[[str, int], None]
     _rounds: set[int] = field(default_factory=set, init=False)
     _spent: PrivacySpent | None = field(default=None, init=False)
     _has_begun: bool = field(default=False, init=False)
@@ -114,6 +116,7 @@ class RunLines:
                 spent += f" and {format_epsilon(held_out)} of {cap} on evaluations"
             spent += self.total()
         self._save(how)
+        self.audit(how, len(self._rounds))
         last = f", the last one {max(self._rounds)}" if self._rounds else ""
         self.listener(
             f"run {self.run_id} {how}: job {self.job.name!r}, {self.job.rounds} "

@@ -68,6 +68,8 @@ class Proposal:
         num_values: Float values of the model, for relays, which do not build it.
         roster_serial: Serial of the roster that the run's contracts rest on.
         roster_digest: Its digest, hexadecimal; empty if the aggregator does not say.
+        audit_head: Digest of the newest entry of the aggregator's audit log, which the
+            site notes in its own: an entry that others know cannot be removed unseen.
     """
 
     version: int
@@ -80,6 +82,7 @@ class Proposal:
     num_values: int = 0
     roster_serial: int = 0
     roster_digest: str = ""
+    audit_head: str = ""
 
     def anchor_of(self, site: SiteId) -> LedgerAnchor:
         """Return the minimum that a site's ledger must hold."""

@@ -500,7 +500,7 @@ def test_a_run_is_taken_up_again_on_its_larger_machine(
 
 
 def test_a_person_who_stops_a_run_that_is_to_pause_is_obeyed(paused: Paused):
-    paused.meanwhile = lambda: run_queue.ask_to_stop(paused.run)
+    paused.meanwhile = lambda: run_queue.ask_to_stop(paused.run, at=0.0)
     assert paused.watched() == STOPPED
     assert paused.starts == 0
     assert sizes(paused.kept) == [("m5.large", NodeState.RUNNING)]

@@ -13,6 +13,7 @@ from clients.privacy.site_memory import FileMemory
 from cloud_adapters.keys.key_file import add_key, read_keys
 from cloud_adapters.storage.cached import ObjectCache
 from cloud_adapters.storage.disk.store import LocalStore
+from deploy import audit_log
 from deploy.aggregator_host import enrolment_operator, run_queue
 from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile
 from deploy.aggregator_host.enrolment_book import BookFile
@@ -230,7 +231,7 @@ def run_in(folder: Path) -> RunFolder:
 
 def end_run(folder: Path) -> None:
     run_queue.submit(JOB, run_in(folder), at=1.0)
-    run_queue.ask_to_stop(run_in(folder))
+    run_queue.ask_to_stop(run_in(folder), at=0.0)
     run_queue.leave_outcome(run_in(folder), run_queue.Outcome(code=130, message="x"))
 
 
@@ -311,7 +312,24 @@ def membership(folder: Path) -> str:
     return "listed" if is_member else "withdrawn" if is_pinned else "revoked"
 
 
+def note(folder: Path) -> None:
+    if len(audit_log.read(folder / audit_log.FILE).entries) < ROUNDS:
+        audit_log.note(folder, "site.revoke", "one", at=2.0, who="ann")
+
+
+def noted(folder: Path) -> str:
+    found = audit_log.read(folder / audit_log.FILE)
+    assert all("torn" in fault for fault in found.faults)
+    return "torn" if found.faults else str(len(found.entries))
+
+
 THINGS = {
+    "audit log": Durable(
+        lambda folder: audit_log.note(folder, "site.invite", "one", at=1.0, who="ann"),
+        note,
+        noted,
+        ("torn", "1", "2"),
+    ),
     "budget ledger": Durable(
         begin=lambda _: None,
         work=charge,

@@ -787,11 +787,11 @@ def test_newer_roster_needs_its_digest(federation: Federation):
     digest = newer.digest.hex()
     for wrong in ("", digest[:31], "0" * 64, digest + "0"):
         with pytest.raises(RosterRefused, match="compare"):
-            enrolment_roster.accept_roster(site.config, newer, wrong)
-    enrolment_roster.accept_roster(site.config, newer, digest.upper()[:32])
+            enrolment_roster.accept_roster(site.config, newer, wrong, at=0.0)
+    enrolment_roster.accept_roster(site.config, newer, digest.upper()[:32], at=0.0)
     assert roster.load(site.config.roster) == newer
     with pytest.raises(StaleRoster):
-        enrolment_roster.accept_roster(site.config, before, before.digest.hex())
+        enrolment_roster.accept_roster(site.config, before, before.digest.hex(), at=0.0)
 
 
 def test_roster_with_another_key_for_this_site_is_not_taken(federation: Federation):
@@ -807,7 +807,7 @@ def test_roster_with_another_key_for_this_site_is_not_taken(federation: Federati
     ):
         made = replace(before, serial=before.serial + 1, **changes)
         with pytest.raises(RosterRefused, match=words):
-            enrolment_roster.accept_roster(site.config, made, made.digest.hex())
+            enrolment_roster.accept_roster(site.config, made, made.digest.hex(), at=0.0)
     assert roster.load(site.config.roster) == before
 
 

@@ -113,7 +113,7 @@ def test_a_run_that_waits_for_sites_can_be_stopped(tmp_path: Path):
     run_queue.ask_to_yield(wait.run)
     with pytest.raises(run_queue.TurnOver):
         wait.look()
-    run_queue.ask_to_stop(wait.run)
+    run_queue.ask_to_stop(wait.run, at=0.0)
     with pytest.raises(RunStopped) as stopped:
         wait.look()
     assert exit_codes.of_error(stopped.value) == exit_codes.STOPPED

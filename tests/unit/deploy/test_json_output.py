@@ -53,6 +53,7 @@ ELSEWHERE = {
     "tune": "integration/test_tune.py",
     "transcript": "integration/test_cli.py",
     "export": "integration/test_cli.py",
+    "audit-log": "unit/deploy/test_audit_log.py",
     "verify": "unit/deploy/test_export_signature.py",
     "prune": "integration/test_pruning.py",
     "predict": "integration/test_predict.py",

@@ -2,6 +2,7 @@
 
 import errno
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_only_runs_whose_turn_it_is_are_started(tmp_path: Path):
 def test_a_run_that_ended_early_is_taken_up(tmp_path: Path):
     """Under its name, behind those that wait already, with all its attempts."""
     run, job = handed(tmp_path, "a", 1.0), small_job(num_sites=2)
-    run_queue.ask_to_stop(run)
+    run_queue.ask_to_stop(run, at=0.0)
     started(tmp_path, 7, fruitless=run_queue.MAX_FRUITLESS_STARTS)
     with pytest.raises(RunConflict, match="has not ended"):
         run_queue.find_ended(job, tmp_path)
@@ -101,7 +102,7 @@ def test_a_persons_request_to_stop_is_no_pause(tmp_path: Path):
     run = handed(tmp_path, "a", 1.0)
     run_queue.ask_to_pause(run)
     assert run_queue.is_pause(run)
-    for ask in (run_queue.ask_to_stop, run_queue.ask_to_pause):
+    for ask in (partial(run_queue.ask_to_stop, at=0.0), run_queue.ask_to_pause):
         ask(run)
         assert not run_queue.is_pause(run)
 
@@ -211,7 +212,7 @@ def test_run_that_is_stopped_before_it_begins_is_over(
     if coordinator is not None:
         started(tmp_path, coordinator, fruitless=1)
     other = handed(tmp_path, "b", 2.0)
-    run_queue.ask_to_stop(run)
+    run_queue.ask_to_stop(run, at=0.0)
     ended, begun = run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: RUNNING})
     assert isinstance(ended, GiveUp)
     assert (ended.code, ended.reason) == (130, "stopped before it started")
@@ -228,7 +229,7 @@ def test_run_that_is_stopped_later_ends_itself(tmp_path: Path):
     run = handed(tmp_path, "a", 1.0)
     started(tmp_path, 7, fruitless=1)
     finish_rounds(run, 1)
-    run_queue.ask_to_stop(run)
+    run_queue.ask_to_stop(run, at=0.0)
     assert not [*run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: RUNNING})]
 
 

@@ -69,6 +69,7 @@ def test_keys_outside_of_the_folder_are_not_kept(tmp_path: Path):
         "node.pem",
         "site.pem",
         "roster.toml",
+        "audit.jsonl",
     )
 
 

@@ -153,7 +153,7 @@ def test_a_person_who_stops_a_run_that_makes_way_is_heard(tmp_path: Path):
     started(run, 100.0)
     noted(run, 101.0)
     run_queue.ask_to_yield(run)
-    run_queue.ask_to_stop(run)
+    run_queue.ask_to_stop(run, at=0.0)
     assert run_queue.is_to_stop(run)
     run_queue.requeue(queued(run), at=170.0)
     (action,) = run_queue.decide([queued(run)], {7: OVER}, set())  # Not its turn.
