@@ -20,12 +20,14 @@ from federation.addresses import parse_address
 from federation.durable_files import replace_file
 from federation.errors import FederationError, JobError, StoreUnavailable
 from federation.protocols import Clock
+from monitoring.terminal.progress import printable
 from monitoring.web.alerts import Alert
 
 SEND_SECONDS = 30.0
 RETRY_SECONDS, MAX_ATTEMPTS = 30.0, 7  # After 30 s, a minute, two and so on.
 # An alert whose cause has gone is told anew only after this long.
 QUIET_SECONDS = 3600.0
+MAX_CHARS = 1000
 _MAX_ANSWER = 1 << 16
 _OK = 300
 
@@ -92,7 +94,7 @@ class AlertDelivery:
 
     def _try(self, told: _Told, place: str, text: str, send: Send) -> None:
         try:
-            send(f"crossfed: {text}")
+            send(f"crossfed: {printable(text, MAX_CHARS)}")
         except (FederationError, OSError, subprocess.SubprocessError) as error:
             told.attempts += 1
             wait = RETRY_SECONDS * 2 ** (told.attempts - 1)

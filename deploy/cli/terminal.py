@@ -27,8 +27,8 @@ _DOTS = 3
 
 
 def say(text: str) -> None:
-    """Write a line of data."""
-    sys.stdout.write(text + "\n")
+    """Write a line of data, without what would control a terminal."""
+    sys.stdout.write(_plain(text) + "\n")
 
 
 def say_json(value: Any) -> None:
