@@ -108,9 +108,16 @@ def _keeper(
     hourly: "Mapping[str, float]",
 ) -> "Keeper":
     """Who keeps the machines of a deployment until its run has ended."""
-    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- --help
+    from deploy.aggregator_host import alert_delivery, run_queue  # noqa: PLC0415 -- --help
     from deploy.fleet.supervisor import Keeper  # noqa: PLC0415 -- --help
 
+    plan = deployment.plan
+    alerts = alert_delivery.AlertDelivery(
+        places=alert_delivery.places(plan.file.alerts),
+        path=plan.folder / "alerts.json",
+        clock=deployment.clock,
+        listener=tell,
+    )
     return Keeper(
         deployment,
         restore,
@@ -120,6 +127,7 @@ def _keeper(
         sizer=_sizer(deployment, run, rounds),
         pause=partial(run_queue.ask_to_pause, run),
         starts=watch.starts,
+        alerts=alerts,
     )
 
 

@@ -146,7 +146,7 @@ def make_aggregator(deployment: Deployment) -> AggregatorConfig:
         "hosts": [host],
         "connect_seconds": machine.connect_seconds,
         **plan.exchange,
-        **plan.platforms,
+        **plan.aggregator_tables,
     }
     _write_settings(path, f"{WRITTEN}{tomli_w.dumps(document)}".encode())
     return aggregator_file.load(path)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from deploy.aggregator_host.config import PlatformsSpec
+from deploy.aggregator_host import alert_delivery
+from deploy.aggregator_host.config import AlertSpec, MonitorSpec, PlatformsSpec
 from deploy.fleet import machine_spec
 from deploy.fleet.machine_spec import LOCAL, AggregatorMachine, SiteMachine
 from deploy.site_host.config import LocalDataSpec
@@ -35,6 +36,7 @@ _WINDOW = re.compile(r"(\d\d:\d\d)-(\d\d:\d\d) ([A-Za-z0-9_+/-]+)")
 # Called with a word for the person who runs the command.
 Tell = Callable[[str], None]
 # Those of site.toml that a site here may have.
+_OF_AGGREGATOR = ("platforms", "monitor", "alerts")
 _TABLES = ("data", "compute", "policy", "home")
 # What clouds take in a label's value.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -211,6 +213,9 @@ class DeploymentFile:
         exchange: As `[exchange]` in `aggregator.toml` and every `site.toml`.
         release: What machines of clouds install.
         platforms: As `[platforms]` in `aggregator.toml`.
+        monitor: As `[monitor]` in `aggregator.toml`.
+        alerts: As `[[alerts]]` in `aggregator.toml`. `crossfed up --keep` also tells
+            these places when 80 % and all of `max_dollars` or `max_hours` are used.
     """
 
     name: str
@@ -227,6 +232,8 @@ class DeploymentFile:
     exchange: ExchangeSpec = ExchangeSpec()
     release: ReleaseSpec = ReleaseSpec()
     platforms: PlatformsSpec = PlatformsSpec()
+    monitor: MonitorSpec = MonitorSpec()
+    alerts: tuple[AlertSpec, ...] = ()
 
     @property
     def has_clouds(self) -> bool:
@@ -247,7 +254,7 @@ class DeploymentPlan:
             ``data``, ``compute``, ``policy`` and ``exchange``.
         exchange: The table ``exchange`` of every party, in one of that name; empty if
             there is none.
-        platforms: The same of the table ``platforms``, for the aggregator alone.
+        aggregator_tables: The same of tables for the aggregator alone.
         prices: The price table; None for that of this release.
     """
 
@@ -257,7 +264,7 @@ class DeploymentPlan:
     job: Path
     settings: Mapping[str, Mapping[str, Any]]
     exchange: Mapping[str, Any]
-    platforms: Mapping[str, Any] = field(default_factory=dict)
+    aggregator_tables: Mapping[str, Any] = field(default_factory=dict)
     prices: Path | None = None
 
     @property
@@ -302,7 +309,7 @@ def load(path: Path) -> DeploymentPlan:
         job=(here / file.job).resolve(),
         settings=settings,
         exchange=shared,
-        platforms={n: document[n] for n in ("platforms",) if n in document},
+        aggregator_tables={n: document[n] for n in _OF_AGGREGATOR if n in document},
         prices=here / file.prices if file.prices else None,
     )
 
@@ -323,6 +330,7 @@ def load_job(plan: DeploymentPlan) -> JobSpec:
 
 
 def _check(file: DeploymentFile) -> None:
+    alert_delivery.places(file.alerts)
     if not _NAME.fullmatch(file.name):
         raise JobError(
             "must be 1 to 40 lower-case letters, digits and hyphens, and begin with a "
@@ -382,7 +390,7 @@ def on_this_host(plan: DeploymentPlan) -> DeploymentPlan:
         folder=Path(f"{plan.folder}.local"),
         settings=settings,
         exchange={},
-        platforms={},
+        aggregator_tables={},
     )
 
 

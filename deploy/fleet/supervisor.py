@@ -13,6 +13,7 @@ from itertools import chain
 
 from cloud_adapters.compute.pool import Node, NodeState, all_gone, log_of
 from cloud_adapters.compute.refusals import PASSING
+from deploy.aggregator_host.alert_delivery import AlertDelivery
 from deploy.fleet import down, spending, state
 from deploy.fleet.boot_status import Starts, starts_of
 from deploy.fleet.loop import Pauses
@@ -24,6 +25,7 @@ from deploy.fleet.spec import DeploymentPlan, Tell
 from deploy.fleet.state import Deployment
 from federation import folder_lock
 from federation.errors import ComputeError, FederationError, JobError
+from monitoring.web.alerts import of_caps
 
 _HOUR = 3600.0
 _WRITE_SECONDS = 60.0
@@ -51,6 +53,7 @@ class Keeper:
         sizer: Sizer | None = None,
         pause: Callable[[], None] = lambda: None,
         starts: Starts | None = None,
+        alerts: AlertDelivery | None = None,
     ) -> None:
         """Begin with a deployment that has just been brought up.
 
@@ -63,7 +66,9 @@ class Keeper:
             sizer: Decides on sizes of machines, if any site states several.
             pause: Asks the run to pause after its round, so that machines can change.
             starts: What is known of starts of machines; None for nothing yet.
+            alerts: Tells people what is used of the caps; None for nobody.
         """
+        self._alerts = alerts
         self._starts = starts or starts_of(deployment, tell)
         self._placement = placement
         self._sizer, self._ask_to_pause = sizer, pause
@@ -108,7 +113,9 @@ class Keeper:
             self._since = min(node.launched for node in alive)
         self._count(nodes, now)
         limit, spent = self._plan.file.max_dollars, self._spending.dollars
+        self._tell_caps(now)
         if limit is not None and (spent >= limit or self._is_used_up(limit, alive)):
+            self._tell_caps(now, is_spent=True)
             self._end(
                 f"the budget is spent: ${spent:,.2f} of max_dollars = {limit:g}. Raise "
                 "it and run crossfed up again, which resumes the run"
@@ -121,6 +128,18 @@ class Keeper:
         else:
             return True
         return False
+
+    def _tell_caps(self, now: float, *, is_spent: bool = False) -> None:
+        """Tell people who want to know; a place that is down holds this up shortly."""
+        if self._alerts is None:
+            return
+        file, hours = self._plan.file, (now - (self._since or now)) / _HOUR
+        dollars = max(self._spending.dollars, (file.max_dollars or 0.0) * is_spent)
+        used = {
+            "max_dollars": (dollars, file.max_dollars),
+            "max_hours": (hours, file.max_hours),
+        }
+        self._alerts.deliver([*of_caps(file.name, used)])
 
     def _is_used_up(self, limit: float, alive: Sequence[Node]) -> bool:
         """Whether nothing works, and the rest of the budget launches nothing.

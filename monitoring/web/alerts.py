@@ -141,6 +141,28 @@ def _of_loss(name: str, about: str, run: RunNumbers) -> Iterator[Alert]:
         )
 
 
+def of_caps(
+    name: str, used: Mapping[str, tuple[float, float | None]]
+) -> Iterator[Alert]:
+    """Yield the alerts of a deployment's caps.
+
+    Args:
+        name: The deployment's.
+        used: What is used and the cap, None for no cap, by key of its file.
+    """
+    for key, (spent, cap) in used.items():
+        for share in BUDGET_SHARES:
+            if cap is not None and spent >= share * cap:
+                then = "All machines end" if share == 1 else "At 100 % machines end"
+                yield Alert(
+                    key=f"{name}/{key}/{share}",
+                    text=f"deployment {name} has used {spent:,.2f} of {key} = {cap:g} "
+                    f"({spent / cap:.0%}). {then}, and the run can be resumed: raise "
+                    f"{key} in the deployment file, and run crossfed up --keep again.",
+                )
+                break
+
+
 def of_host(facts: HostFacts, now: float) -> Iterator[Alert]:
     """Yield the alerts of the aggregator's host."""
     if facts.free_bytes < 2 * facts.reserve_bytes:

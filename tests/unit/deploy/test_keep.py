@@ -15,6 +15,7 @@ from cloud_adapters.compute.pool import (
     all_gone,
     wait_for,
 )
+from deploy.aggregator_host.alert_delivery import AlertDelivery
 from deploy.fleet import (
     down,
     loop,
@@ -147,6 +148,47 @@ def test_costs_are_written_down_while_machines_run(
         kept.look(nodes)
     assert spending.read(plan.folder).dollars >= 5.0
     assert deployment.is_ended  # For those who keep it elsewhere.
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "seconds"),
+    [
+        ("max_dollars = 5.0\nmax_hours = 100.0", "max_dollars = 5", 5 * 3600.0),
+        ("max_hours = 2.0", "max_hours = 2", 2 * 3600.0),
+    ],
+)
+def test_people_are_told_once_of_most_and_all_of_a_cap(
+    tmp_path: Path, told: list[str], more: str, key: str, seconds: float
+):
+    """Also by a command that was started again, and before the machines end."""
+    clock, texts = VirtualClock(1e9), list[str]()
+    plan = written(tmp_path, more)
+    with fleet_state.opened(plan, random_bytes=os.urandom, clock=clock) as deployment:
+        pass
+    nodes = [node(launched=clock.now())]
+
+    def look() -> None:
+        delivery = AlertDelivery(
+            places={"phone": texts.append},
+            path=tmp_path / "alerts.json",
+            clock=clock,
+            listener=told.append,
+        )
+        kept = keeper(deployment, told, hourly=1.0)
+        kept._alerts = delivery
+        kept.look(nodes)
+        kept.look(nodes)
+
+    for share, expected in ((0.79, 0), (0.02, 1), (0.1, 1)):
+        clock.sleep(share * seconds)
+        look()
+        assert len(texts) == expected
+    clock.sleep(0.1 * seconds)
+    with pytest.raises(ComputeError, match="were ended"):
+        look()
+    assert [key in text for text in texts] == [True, True]
+    assert "(81%)" in texts[0]
+    assert "All machines end" in texts[1]
 
 
 @pytest.mark.timeout(30)
