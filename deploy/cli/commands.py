@@ -167,9 +167,17 @@ def _site_rows(dealt: "DataDistributed") -> list[dict[str, Any]]:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from monitoring.runs.find import find_run  # noqa: PLC0415
-    from monitoring.runs.run_folder import leave_comparison, leave_report  # noqa: PLC0415
+    from monitoring.runs.find import find_run, find_runs  # noqa: PLC0415
+    from monitoring.runs.run_folder import leave_comparison, leave_report, leave_sweep  # noqa: PLC0415
 
+    if options.sweep is not None:
+        out = options.out or options.sweep / "figures"
+        drawn = [str(path) for path in leave_sweep(find_runs(options.sweep), out)]
+        if options.json:
+            say_json({"figures": drawn})
+        for each in () if options.json else drawn:
+            say(each)
+        return DONE
     runs = [find_run(name, options.root) for name in options.run]
     # The same run by two names is one run.
     runs = list({run.path.resolve(): run for run in runs}.values())

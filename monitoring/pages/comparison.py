@@ -6,7 +6,7 @@ The page comes from ``comparison.html.j2``, every number from a ``RunView``.
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ def draw_comparison(runs: Runs) -> Mapping[str, str]:
     return draw(drawings)
 
 
-def run_colours(runs: Runs) -> Mapping[str, str]:
+def run_colours(runs: Iterable[str]) -> Mapping[str, str]:
     """The colour of each run, the same in every figure."""
     return {
         name: SITE_COLOURS[index % len(SITE_COLOURS)] for index, name in enumerate(runs)
@@ -220,7 +220,7 @@ class _RunRow:
 
 def render(runs: Sequence[ComparedRun]) -> str:
     """Return the page as text."""
-    names = _names(runs)
+    names = names_of(runs)
     views = {name: run.view for name, run in zip(names, runs, strict=True)}
     colours = run_colours(views)
     changed = changed_keys([run.job_toml for run in runs])
@@ -289,7 +289,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _names(runs: Sequence[ComparedRun]) -> Sequence[str]:
+def names_of(runs: Sequence[ComparedRun]) -> Sequence[str]:
     """A name for each run: its job's, with its folder's where jobs are the same."""
     jobs = Counter(run.view.started.job_name for run in runs)
     names: list[str] = []

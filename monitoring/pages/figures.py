@@ -103,6 +103,14 @@ def draw(drawings: Mapping[str, Callable[[], Figure | None]]) -> Mapping[str, st
     return found
 
 
+def stand_alone(name: str, make: Callable[[], Figure]) -> str:
+    """Draw a figure as an SVG file of its own, on white; its texts are the viewer's."""
+    with mpl.rc_context({**_SETTINGS, "svg.hashsalt": f"crossfed-{name}"}):
+        buffer = io.StringIO()
+        make().savefig(buffer, format="svg", facecolor="white", metadata={"Date": None})
+    return buffer.getvalue()
+
+
 def new_figure(
     *, rows: float | None = None, row: float = _ROW, width: float = WIDTH
 ) -> tuple[Figure, Axes]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
@@ -36,6 +36,9 @@ from monitoring.views import run_plan
 from monitoring.views.run_fold import fold
 from monitoring.views.run_view import COMPLETED, EXHAUSTED, RunView
 from monitoring.views.statistics_view import RunStatistics
+
+if TYPE_CHECKING:
+    from monitoring.pages.comparison import ComparedRun
 
 # What the aggregator's service has a run from; see ``deploy.aggregator_host``.
 REQUEST = "request.json"
@@ -416,25 +419,36 @@ def leave_comparison(runs: Sequence[RunFolder], path: Path | None = None) -> Pat
     return path
 
 
+def leave_sweep(runs: Sequence[RunFolder], folder: Path) -> Sequence[Path]:
+    """Draw the figures of a sweep; see ``monitoring.pages.sweep.write_sweep``."""
+    from monitoring.pages.sweep import write_sweep  # noqa: PLC0415 -- slow to import
+
+    return write_sweep(_compared(runs), folder)
+
+
 def render_comparison(runs: Sequence[RunFolder]) -> str:
     """Return the comparison of runs as a page, from their files.
 
     Raises:
         RunNotFound: A folder holds no run, or has lost its job file.
     """
-    from monitoring.pages.comparison import ComparedRun, render  # noqa: PLC0415 -- slow to import
+    from monitoring.pages.comparison import render  # noqa: PLC0415 -- slow to import
 
-    return render(
-        [
-            ComparedRun(
-                folder=str(run.path),
-                view=run.view(),
-                job_toml=run.read_job(),
-                plan=run_plan.read(run.path),
-            )
-            for run in runs
-        ]
-    )
+    return render(_compared(runs))
+
+
+def _compared(runs: Sequence[RunFolder]) -> "list[ComparedRun]":
+    from monitoring.pages.comparison import ComparedRun  # noqa: PLC0415 -- slow to import
+
+    return [
+        ComparedRun(
+            folder=str(run.path),
+            view=run.view(),
+            job_toml=run.read_job(),
+            plan=run_plan.read(run.path),
+        )
+        for run in runs
+    ]
 
 
 def _versions() -> dict[str, str]:
