@@ -18,6 +18,7 @@ from cloud_adapters.extras import naming_extras
 from cloud_adapters.net.outbound import keep_loopback_direct
 from deploy.cli import (
     audit_verb,
+    baselines_verb,
     data_verb,
     enrolment_verbs,
     find_rate_verb,
@@ -260,6 +261,7 @@ def _cells(row: dict[str, Any]) -> Sequence[str]:
 
 _MODULES = (
     audit_verb,
+    baselines_verb,
     data_verb,
     enrolment_verbs,
     find_rate_verb,

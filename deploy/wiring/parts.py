@@ -34,23 +34,29 @@ from federation.rounds.gather import Gather, PlainGather
 from federation.rounds.schedule import schedule_of
 
 
-def build_federation(job: JobSpec, meters: StoreMeters | None = None) -> Federation:
+def build_federation(
+    job: JobSpec,
+    meters: StoreMeters | None = None,
+    data: Mapping[SiteId, SiteData] | None = None,
+) -> Federation:
     """Build the model and split the data of a simulation.
 
     Args:
         job: Job of the simulation.
         meters: Note what the stores of the sites' data are used for.
+        data: Data of each site that were dealt and checked before.
 
     Raises:
         JobError: A factory cannot be imported or called, or the job's unit of privacy
             does not permit how the data were prepared.
         SiteError: The data is not what a site can use, or a site gets none.
     """
-    site_data = deal_data(job, meters)
-    check_simulated(job, site_data)
+    if data is None:
+        data = deal_data(job, meters)
+        check_simulated(job, data)
     if job.statistics is not None:
-        columns.check(table(job), {name: pair[0] for name, pair in site_data.items()})
-    return Federation(job=job, pool=ModelPool(job), site_data=site_data)
+        columns.check(table(job), {name: pair[0] for name, pair in data.items()})
+    return Federation(job=job, pool=ModelPool(job), site_data=data)
 
 
 def check_sites_are_here(job: JobSpec) -> None:

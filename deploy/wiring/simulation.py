@@ -16,7 +16,7 @@ from clients.privacy.dataset_name import lineage
 from clients.privacy.ledger_memory import LifetimeBudget
 from clients.privacy.site_memory import FileMemory, InMemory
 from clients.privacy.site_plans import LedgerContext, PrivateSites
-from clients.training.local_federation import Federation
+from clients.training.local_federation import Federation, SiteData
 from clients.user_code import FirstFailure, last_frames, origin, sentence
 from cloud_adapters.local.transcript import check_fresh
 from deploy.wiring import (
@@ -80,6 +80,7 @@ def simulate(
     clock: Clock | None = None,
     show_failure: Callable[[str, Exception], None] | None = None,
     report: bool = True,
+    data: Mapping[SiteId, SiteData] | None = None,
 ) -> RunResult:
     """Run a federation with every site on this machine.
 
@@ -104,6 +105,7 @@ def simulate(
         show_failure: Shows where the first failure of a site was, and its error, as
             soon as it happens; by default the log has the user's last frames.
         report: Whether to write ``report.html``, which takes up to a second.
+        data: Data of the sites that are here already, in place of the job's sources.
 
     Returns:
         The result; it is also in ``folder`` as ``result.json``.
@@ -140,7 +142,7 @@ def simulate(
         clock = _clock(job, run, engine, clock)
         meters = StoreMeters(clock)
         live = stack.enter_context(_live_metrics(job, run))
-        federation = wiring.build_federation(job, meters)
+        federation = wiring.build_federation(job, meters, data)
         if engine == "inproc":
             federation.pool.reserve(wiring.num_workers(job))
         # Before the folder is made: a promise that cannot be kept leaves nothing.

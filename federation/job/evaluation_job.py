@@ -4,7 +4,7 @@ Such a run is the last exchange of any run, alone: the sites evaluate ``model.we
 Seals, ledgers, quorum and restart are those of training.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from federation.errors import JobError, broken
@@ -38,13 +38,7 @@ def evaluates_only(job: JobSpec) -> bool:
 
 def make_evaluation(document: MutableMapping[str, Any], model: str) -> None:
     """Change a job's document, in place, into one that evaluates ``model``."""
-    for key in _OF_TRAINING:
-        *tables, last = key.split(".")
-        table: Any = document
-        for name in tables:
-            table = table.get(name) if isinstance(table, MutableMapping) else None
-        if isinstance(table, MutableMapping):
-            table.pop(last, None)
+    drop_keys(document, _OF_TRAINING)
     document["rounds"] = 0
     if isinstance(document.get("name"), str):  # Its runs are not those that train.
         document["name"] += "-evaluation"
@@ -52,6 +46,17 @@ def make_evaluation(document: MutableMapping[str, Any], model: str) -> None:
         inner = document.setdefault(name, {})
         if isinstance(inner, MutableMapping):  # Anything else is refused as it is read.
             inner[key] = value
+
+
+def drop_keys(document: MutableMapping[str, Any], keys: Iterable[str]) -> None:
+    """Take keys out of a job's document, in place, by their dotted names."""
+    for key in keys:
+        *tables, last = key.split(".")
+        table: Any = document
+        for name in tables:
+            table = table.get(name) if isinstance(table, MutableMapping) else None
+        if isinstance(table, MutableMapping):
+            table.pop(last, None)
 
 
 def check_evaluation(job: JobSpec) -> list[JobError]:

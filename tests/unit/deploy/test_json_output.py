@@ -45,6 +45,7 @@ HERE = {
 ELSEWHERE = {
     "simulate": "integration/test_cli.py",
     "check-job": "integration/test_cli.py",
+    "baselines": "integration/test_baselines.py",
     "evaluate": "integration/test_evaluation_runs.py",
     "find-rate": "unit/deploy/test_find_rate.py",
     "stats": "integration/test_statistics.py",
