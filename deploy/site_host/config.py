@@ -125,6 +125,10 @@ class ComputeSpec:
         keep_steps_seconds: Time between two copies of a round's local steps that are
             made without a notice, for machines that may vanish; 0 makes a copy only
             when the site has to leave.
+        measure: Note each second what this machine does and the energy it takes, in
+            files of `folder`; nothing of it leaves the site.
+        grams_per_kwh: Carbon intensity of the machine's electricity, gCO2e per kWh as
+            its supplier states it; 0 if you do not know.
         environment: Names of environment variables to pass to ranks, in addition to
             those that Python, torch and a remote data source need.
     """
@@ -137,6 +141,8 @@ class ComputeSpec:
     timeout_seconds: float = key(default=120.0, above=0.0)
     notices: str = key(default="none", choices=("none", "aws", "gcp"))
     keep_steps_seconds: float = key(default=0.0, low=0.0)
+    measure: bool = True
+    grams_per_kwh: float = key(default=0.0, low=0.0)
     environment: tuple[str, ...] = ()
 
 

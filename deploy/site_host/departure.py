@@ -54,6 +54,11 @@ class Departure:
         finally:
             self._lost = ""
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a task is at work."""
+        return bool(self._lost)
+
     def last_words(self) -> str:
         """What a process says that ends without waiting."""
         return self._lost or "ended without waiting for the aggregator"

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clients.privacy.ledger_memory import lifetime
-from deploy.site_host import enrol, folder as site_folder
+from deploy.site_host import enrol, folder as site_folder, machine_use
 from deploy.site_host.config import SiteConfig
+from deploy.site_host.machine_use import MachineUse
 from deploy.site_host.run import lifetime_budget, runs_folder, site_memory
 from federation import folder_lock
 from federation.durable_files import replace_file
@@ -145,6 +146,8 @@ class SiteStatus:
         epsilon: What all runs on the dataset have spent together.
         runs: Its runs, the oldest first.
         refused: The last runs that it does not take part in, the oldest first.
+        use: What its machine does; None if that was never measured.
+        grams_per_kwh: gCO2e of a kWh there; 0 if that is not known.
     """
 
     site: str
@@ -156,6 +159,8 @@ class SiteStatus:
     epsilon: float | None
     runs: Sequence[RunStatus]
     refused: Sequence[RefusedRun] = ()
+    use: MachineUse | None = None
+    grams_per_kwh: float = 0.0
 
 
 def status(config: SiteConfig) -> SiteStatus:
@@ -176,6 +181,8 @@ def status(config: SiteConfig) -> SiteStatus:
         epsilon=None if spent is None else spent.epsilon,
         runs=list(read(config)),
         refused=refused(config),
+        use=machine_use.read_use(config.folder),
+        grams_per_kwh=config.file.compute.grams_per_kwh,
     )
 
 
@@ -197,6 +204,8 @@ def lines(found: SiteStatus, now: float) -> Iterator[str]:
             f"{format_cap(found.epsilon_cap)} spent, "
             f"{format_left(found.epsilon_cap, spent)} left"
         )
+    if found.use is not None:
+        yield from machine_use.lines(found.use, found.grams_per_kwh, now)
     if not found.runs:
         yield "no run has been accepted here"
     for run in found.runs:

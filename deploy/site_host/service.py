@@ -1,6 +1,7 @@
 """``crossfed site up``: the agent and its node."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ from deploy.site_host import (
     enrolment_machine,
     folder as site_folder,
     home as site_home,
+    machine_use,
     ranks,
 )
 from deploy.site_host.agent import SiteAgent
@@ -166,10 +168,30 @@ def _serve(
         if look is not None:
             watch(look, departure, clock, listener)
         try:
-            node.run()
-            end_work()
+            with _measured(config, departure, clock, listener):
+                node.run()
+                end_work()
         finally:
             agent.close()
+
+
+def _measured(
+    config: SiteConfig,
+    departure: Departure,
+    clock: Clock,
+    listener: Callable[[str], None],
+) -> AbstractContextManager[None]:
+    """Measure what the machine does, if the operator has not switched that off."""
+    if not config.file.compute.measure:
+        return nullcontext()
+    log = machine_use.UseLog(
+        folder=config.folder,
+        clock=clock,
+        is_at_work=lambda: departure.is_at_work,
+        read=machine_use.Machine().read,
+        grams_per_kwh=config.file.compute.grams_per_kwh,
+    )
+    return machine_use.measured(log, listener)
 
 
 def _node(
