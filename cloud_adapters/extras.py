@@ -21,6 +21,7 @@ _EXTRAS = {
     "onnx": "onnx",
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
+    "opentelemetry": "traces",
     "optuna": "tune",
     "pyarrow": "parquet",
     "ray": "flower",

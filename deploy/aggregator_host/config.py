@@ -91,9 +91,13 @@ class MonitorSpec:
     Attributes:
         port: Port of the live page and of `/metrics` on the loopback interface; 0 for
             neither. `crossfed aggregator page` prints the address.
+        traces: URL of an OpenTelemetry collector that gets each ended round as a trace,
+            for example `http://127.0.0.1:4318/v1/traces`; empty for none. Tokens and
+            certificates are in its own variables, `OTEL_EXPORTER_OTLP_...`.
     """
 
     port: int = key(default=0, low=0, high=65535)
+    traces: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 2.0
 RECENT_SECONDS = 86_400.0
+# After a restart: the same traces again are the same.
+RESENT_SECONDS = 3600.0
 _PYTHON = [sys.executable, "-P", "-m", "crossfed.child"]
 
 
@@ -71,6 +73,10 @@ def serve(config: AggregatorConfig, stopped: threading.Event) -> None:
         listener=print,
     )
     host = host_facts.Host(config, clock)
+    if config.file.monitor.traces:
+        threading.Thread(
+            target=_send_traces, args=(config, clock, stopped), daemon=True
+        ).start()
     with _page(config, collector, clock):
         while not stopped.wait(LOOK_SECONDS):
             if not delivery.places:
@@ -78,6 +84,30 @@ def serve(config: AggregatorConfig, stopped: threading.Event) -> None:
             now = clock.now()
             of_host = alerts.of_host(host.facts(), now)
             delivery.deliver([*of_host, *_of_runs(config, collector, now)])
+
+
+def _send_traces(
+    config: AggregatorConfig, clock: Clock, stopped: threading.Event
+) -> None:
+    """Send rounds as traces, apart from pages and alerts: a collector may be slow."""
+    from monitoring.runs.find import find_runs  # noqa: PLC0415
+    from monitoring.web.traces import TraceSender  # noqa: PLC0415
+
+    told = ""
+    try:
+        sender = TraceSender(
+            config.file.monitor.traces, since=clock.now() - RESENT_SECONDS
+        )
+    except FederationError as error:
+        print(f"no traces are sent: {error}")  # noqa: T201 -- its log
+        return
+    while not stopped.wait(LOOK_SECONDS):
+        try:
+            sender.look(find_runs(config.runs))
+        except FederationError as error:
+            if str(error) != told:
+                told = str(error)
+                print(f"traces wait: {told}")  # noqa: T201 -- its log
 
 
 def _of_runs(

@@ -482,7 +482,7 @@ class AggregatorService:
             self.listener(
                 "serves the live page: crossfed aggregator page prints its address"
             )
-        elif not file.alerts:
+        elif not (file.alerts or file.monitor.traces):
             return []
         command = monitor_process.command(self.config_path.resolve())
         return [self._child(MONITOR, command)]

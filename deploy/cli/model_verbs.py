@@ -143,17 +143,26 @@ def _model_of(run: "RunFolder", site: str) -> Iterator[Path | None]:
 
 
 def _export_metrics(options: argparse.Namespace) -> int:
+    from monitoring.runs import trackers  # noqa: PLC0415 -- as above
     from monitoring.runs.find import find_run  # noqa: PLC0415 -- keeps `--help` fast
-    from monitoring.runs.trackers import export_metrics  # noqa: PLC0415
+    from monitoring.web import traces  # noqa: PLC0415 -- as above
 
-    run = find_run(options.run, options.root)
-    points = export_metrics(
-        run, options.to, follow=options.follow, clock=options.clock, tell=tell
+    run, follow, clock = (
+        find_run(options.run, options.root),
+        options.follow,
+        options.clock,
     )
+    if options.to == "otlp":
+        points = traces.export_traces(run, follow=follow, clock=clock)
+    else:
+        points = trackers.export_metrics(
+            run, options.to, follow=follow, clock=clock, tell=tell
+        )
     if options.json:
         say_json({"run": str(run.path), "to": options.to, "points": points})
     else:
-        say(f"{points} points of {run.path} are in {options.to}")
+        what = "traces" if options.to == "otlp" else "points"
+        say(f"{points} {what} of {run.path} are in {options.to}")
     return DONE
 
 

@@ -7,6 +7,7 @@ event that is new is planted without a line here.
 import contextlib
 import dataclasses
 import html.parser
+import importlib.util
 import io
 import itertools
 import json
@@ -46,6 +47,7 @@ from monitoring.views.result_json import result
 from monitoring.web import alerts
 from monitoring.web.run_feed import RunFeed
 from monitoring.web.run_metrics import RunNumbers, RunsCollector
+from monitoring.web.traces import RoundTraces
 
 pytestmark = pytest.mark.slow
 
@@ -204,10 +206,20 @@ def shown(
         "metrics": generate_latest(registry).decode(),
         "trackers": repr({name: point.value for name, point in points.items()}),
         "alerts": "\n".join(woken),
+        "traces": _traces(run),
         "result": json.dumps(result(view)),
         "outcome": said.getvalue(),
         "card": model_card.model_card(view, run.read_job(), model),
     }
+
+
+def _traces(run: RunFolder) -> str:
+    if importlib.util.find_spec("opentelemetry") is None:
+        return ""
+    traces = RoundTraces()
+    return "".join(
+        s.to_json() for event in run.read_events() for s in traces.add(event)
+    )
 
 
 def vars_of(value: Any) -> Any:
@@ -244,7 +256,7 @@ def test_the_same_values_show_where_they_are_allowed(tmp_path: Path) -> None:
     """Or the test above would plant nothing."""
     one, other = runs_of(SETTINGS[0], SETTINGS[-1], tmp_path)
     differing = {name for name in one if one[name] != other[name]}
-    assert {"events", "terminal", "report", "trackers", "result"} <= differing
+    assert {"events", "terminal", "report", "trackers", "traces", "result"} <= differing
 
 
 class Tags(html.parser.HTMLParser):

@@ -1,0 +1,266 @@
+"""Each round as an OpenTelemetry trace: the coordinator's phases, and each site's.
+
+Made from events, which hold only what ``federation.job.disclosure`` allows, by a
+process that only reads them: a run takes no notice. OpenTelemetry is an optional
+package, and is imported when traces are sent. Headers, certificates and the time limit
+of a collector are in its own environment variables, ``OTEL_EXPORTER_OTLP_...``.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cloud_adapters.extras import naming_extras
+from federation.errors import StoreUnavailable
+from federation.events import (
+    Event,
+    RoundFinished,
+    RoundStarted,
+    RunFinished,
+    RunStarted,
+    SiteAnswered,
+    SiteFailed,
+)
+from federation.messages import Phase
+from federation.protocols import Clock
+from monitoring.runs.run_folder import RunFolder
+from monitoring.views.run_view import INTERRUPTED
+from monitoring.web.event_tail import EventTail
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+
+LOOK_SECONDS = 1.0
+MAX_RUNS, MAX_BATCH, MAX_PENDING = 20, 512, 20_000
+_NANO, _TRACE_BYTES, _SPAN_BYTES = 1e9, 16, 8
+
+
+@dataclass(kw_only=True)
+class RoundTraces:
+    """Turns the events of a run into spans, once a round has ended.
+
+    Attributes:
+        since: Rounds that ended before, in seconds since 1970, are left out.
+        is_over: Whether the run has ended.
+    """
+
+    since: float = 0.0
+    is_over: bool = False
+    _run: RunStarted | None = None
+    _round: RoundStarted | None = None
+    _reports: list[SiteAnswered | SiteFailed] = field(default_factory=list)
+
+    def add(self, event: Event) -> "Sequence[ReadableSpan]":
+        """Take the next event; return the spans of a round that it ends."""
+        match event:
+            case RunStarted():
+                self._run, self._round, self.is_over = event, None, False
+            case RoundStarted():
+                self._round, self._reports = event, []
+            case SiteAnswered() | SiteFailed():
+                self._reports.append(event)
+            case RunFinished():
+                self.is_over = event.status != INTERRUPTED
+            case RoundFinished():
+                begun, self._round = self._round, None
+                is_new = event.at >= self.since
+                if self._run and begun and is_new:
+                    return [*_spans(self._run, begun, self._reports, event)]
+        return ()
+
+
+def _spans(
+    run: RunStarted,
+    begun: RoundStarted,
+    reports: Sequence[SiteAnswered | SiteFailed],
+    ended: RoundFinished,
+) -> "Iterator[ReadableSpan]":
+    # Sent twice it is the same trace.
+    name = f"{run.run_id}/{begun.round_index}/{begun.at!r}"
+    trace = _Trace(run=run, name=name, begun=begun.at)
+    whole: dict[str, str | int] = {
+        "crossfed.round": begun.round_index,
+        "crossfed.status": ended.status,
+        "crossfed.asked": len(ended.asked),
+        "crossfed.answered": len(ended.answered),
+        "crossfed.bytes_down": ended.bytes_down,
+        "crossfed.bytes_up": ended.bytes_up,
+    }
+    seconds = max(0.0, ended.at - begun.at)
+    fault = "" if ended.status == "completed" else f"the round is {ended.status}"
+    yield trace.span("", "round", (0.0, seconds), whole, fault=fault)
+    yield from trace.phases("", "aggregator", ended.phases, (0.0, seconds))
+    for place, report in enumerate(reports):
+        span = f"site {place}"
+        about: dict[str, str | int] = {
+            "crossfed.site": report.site,
+            "crossfed.bytes_down": report.bytes_down,
+            "crossfed.bytes_up": report.bytes_up,
+        }
+        times = (report.asked_seconds, report.answered_seconds)
+        if isinstance(report, SiteFailed):
+            fault = f"{report.kind.value}: {report.message}"
+            yield trace.span(span, "site", times, about, fault=fault)
+        else:
+            yield trace.span(span, "site", times, about)
+            yield from trace.phases(span, "site", report.phases, times)
+
+
+@cache
+def _resource() -> "Resource":
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 -- an extra
+
+    return Resource.create({"service.name": "crossfed"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trace:
+    """One round; ``name`` is unlike that of any other."""
+
+    run: RunStarted
+    name: str
+    begun: float
+
+    def phases(
+        self,
+        parent: str,
+        whose: str,
+        found: Sequence[Phase],
+        within: tuple[float, float],
+    ) -> "Iterator[ReadableSpan]":
+        """Spans of phases, as far as they can have been within those times."""
+        for index, phase in enumerate(found):
+            start = min(within[0] + max(0.0, phase.start_seconds), within[1])
+            end = min(start + max(0.0, phase.seconds), within[1])
+            name = f"{whose}: {phase.name}"
+            key = f"{parent}/{index}"
+            yield self.span(key, name, (start, end), {}, parent=parent)
+
+    def span(
+        self,
+        key: str,
+        name: str,
+        seconds: tuple[float, float],
+        attributes: Mapping[str, str | int],
+        *,
+        parent: str | None = None,
+        fault: str = "",
+    ) -> "ReadableSpan":
+        """Make a span, from seconds after the round began; the round has no key."""
+        from opentelemetry.sdk.trace import ReadableSpan  # noqa: PLC0415 -- an extra
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
+        from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415 -- as above
+
+        above = parent if parent is not None else "" if key else None
+        start, end = (self.begun + max(0.0, each) for each in seconds)
+        run = {"crossfed.run": self.run.run_id, "crossfed.job": self.run.job_name}
+        return ReadableSpan(
+            name=name,
+            context=self._context(key),
+            parent=None if above is None else self._context(above),
+            resource=_resource(),
+            attributes={**run, **attributes},
+            status=Status(StatusCode.ERROR, fault) if fault else Status(),
+            start_time=int(start * _NANO),
+            end_time=int(max(start, end) * _NANO),
+            instrumentation_scope=InstrumentationScope("crossfed"),
+        )
+
+    def _context(self, key: str) -> Any:
+        from opentelemetry.trace import SpanContext, TraceFlags  # noqa: PLC0415 -- an extra
+
+        span = f"{self.name}#{key}"
+        return SpanContext(
+            trace_id=_number(self.name, _TRACE_BYTES),
+            span_id=_number(span, _SPAN_BYTES),
+            is_remote=False,
+            trace_flags=TraceFlags(TraceFlags.SAMPLED),
+        )
+
+
+def _number(name: str, size: int) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:size], "big") or 1
+
+
+class TraceSender:
+    """Sends the rounds of runs to a collector, by OTLP over HTTP."""
+
+    def __init__(self, endpoint: str = "", *, since: float = 0.0) -> None:
+        """Begin with nothing.
+
+        Args:
+            endpoint: URL for traces; empty for that of OpenTelemetry's variables.
+            since: Rounds that ended before, in seconds since 1970, are left out.
+
+        Raises:
+            MissingExtra: The package is not installed.
+        """
+        with naming_extras():
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
+                OTLPSpanExporter,
+            )
+        self._exporter = OTLPSpanExporter(endpoint=endpoint or None)
+        self._since = since
+        self._runs: dict[Path, tuple[EventTail, RoundTraces]] = {}
+        self._pending: list[ReadableSpan] = []
+        self.sent = 0  # Traces that the collector has taken.
+
+    def look(self, runs: Sequence[RunFolder]) -> bool:
+        """Send what has ended since the last look; return whether all runs are over.
+
+        Raises:
+            StoreUnavailable: The collector does not take it; the next look sends it.
+        """
+        folders = {run.path: run for run in runs[-MAX_RUNS:]}
+        self._runs = {
+            path: known for path, known in self._runs.items() if path in folders
+        }
+        for path, run in folders.items():
+            new = (EventTail(run), RoundTraces(since=self._since))
+            tail, traces = self._runs.setdefault(path, new)
+            for event in tail.news():
+                self._pending += traces.add(event)
+        self._send()
+        return all(traces.is_over for _, traces in self._runs.values())
+
+    def _send(self) -> None:
+        from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415
+
+        del self._pending[:-MAX_PENDING]  # A collector that is down fills no memory.
+        while self._pending:
+            batch = self._pending[:MAX_BATCH]
+            if self._exporter.export(batch) is not SpanExportResult.SUCCESS:
+                raise StoreUnavailable(
+                    "the collector does not take traces: see whether it is up, and "
+                    "OTEL_EXPORTER_OTLP_HEADERS, if it wants a token"
+                )
+            self.sent += sum(span.parent is None for span in batch)
+            del self._pending[:MAX_BATCH]
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
+def export_traces(run: RunFolder, *, follow: bool, clock: Clock) -> int:
+    """Send each ended round of a run; return how many there were.
+
+    Args:
+        run: Folder of a run, which may still be running.
+        follow: Go on until the run ends.
+        clock: Tells how long to wait.
+
+    Raises:
+        MissingExtra, StoreUnavailable: See ``TraceSender``.
+    """
+    sender = TraceSender()
+    try:
+        while not sender.look([run]) and follow:
+            clock.sleep(LOOK_SECONDS)
+        return sender.sent
+    finally:
+        sender.close()
