@@ -56,9 +56,14 @@ class VirtualRun:
         return self.rounds[-1].at - max(evaluated, default=0.0)
 
     @property
+    def evaluations(self) -> list[ModelEvaluated]:
+        """Models on the held-out data of all sites that evaluated them."""
+        return [event for event in self.events if isinstance(event, ModelEvaluated)]
+
+    @property
     def evaluated(self) -> ModelEvaluated:
-        """The last model on the held-out data of all sites that evaluated it."""
-        return [event for event in self.events if isinstance(event, ModelEvaluated)][-1]
+        """The last one."""
+        return self.evaluations[-1]
 
     @property
     def loss(self) -> float:

@@ -1,4 +1,4 @@
-"""More local steps at faster sites, so that all end a round together.
+"""More local steps or more data at faster sites, so that all end a round together.
 
 With ``schedule.allocation = "capacity"`` site ``i``, which takes ``b_i`` seconds a step
 and waits ``a_i`` seconds for messages, takes ``n_i`` steps so that for one ``T``::
@@ -20,6 +20,10 @@ Under secure aggregation only the time of arrival is known. Then seconds a step 
 the way to the same ``T``. Slopes between rounds would show ``b_i``, but rounds are soon
 alike, and differ by noise.
 
+With ``data.placement = "dynamic"`` ``n_i`` are parts of one dataset, of which each is
+at one site in a round. They are dealt out in the order of the sites, so that a part
+moves only where a boundary does.
+
 Shape suffix: s sites of a round.
 """
 
@@ -34,7 +38,14 @@ from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.protocols import RoundTime, RunState
 from federation.rounds.guest import ServerGuest
-from federation.rounds.local_work import allocated, bounds, is_by_capacity
+from federation.rounds.local_work import (
+    PARTS,
+    allocated,
+    bounds,
+    fewest_parts,
+    is_by_capacity,
+    moves_data,
+)
 from federation.rounds.round_record import RoundRecord
 
 _WINDOW = 3  # Rounds of a site whose times count.
@@ -72,7 +83,7 @@ class Capacity(ServerGuest):
 
     def after_round(self, new_state: RunState, record: RoundRecord) -> RunState:
         """Note what the steps of each site took; see ``ServerGuest``."""
-        found = {site: time for site, time in record.times.items() if time.num_steps}
+        found = self._times(record)
         for site in record.late.keys() & record.steps_of.keys():
             seconds = _LATE * record.late[site]
             found[site] = RoundTime(
@@ -88,9 +99,34 @@ class Capacity(ServerGuest):
         }
         return replace(new_state, site_times={**before, **newest})
 
+    def _times(self, record: RoundRecord) -> dict[SiteId, RoundTime]:
+        return {site: time for site, time in record.times.items() if time.num_steps}
+
+
+class Placement(Capacity):
+    """Gives each site of a round its part of the data."""
+
+    def before_round_(self, record: RoundRecord) -> None:
+        """Deal the data out."""
+        super().before_round_(record)
+        sizes, first = record.steps_of, (record.round_index - 1) * PARTS
+        ends = np.cumsum([0, *map(len, sizes.values())])
+        ends = (first + ends * PARTS // ends[-1]).tolist()
+        for site, start, stop in zip(sizes, ends, ends[1:], strict=False):
+            record.steps_of[site] = range(start, stop)
+
+    def _times(self, record: RoundRecord) -> dict[SiteId, RoundTime]:
+        """Seconds of parts, of which a site's steps follow."""
+        return {
+            site: replace(time, num_steps=len(record.steps_of[site]))
+            for site, time in record.times.items()
+        }
+
 
 def begin(job: JobSpec) -> ServerGuest | None:
-    """Begin a run whose faster sites take more steps."""
+    """Begin a run whose faster sites take more steps, or have more data."""
+    if moves_data(job):
+        return Placement(job)
     return Capacity(job) if is_by_capacity(job) else None
 
 
@@ -129,6 +165,8 @@ def allocate(
         Steps by site. Their sum is that of equal work, unless bounds forbid it.
     """
     each = each or job.training.local_steps or 0
+    if moves_data(job):
+        each = PARTS // len(cohort)
     if not paces:
         return dict.fromkeys(cohort, each)
     usual = Pace(
@@ -138,7 +176,7 @@ def allocate(
     known = [paces.get(site, usual) for site in cohort]
     waiting_s = np.array([pace.waiting_seconds for pace in known])
     step_s = np.array([max(pace.step_seconds, _FASTEST) for pace in known])
-    low, high = bounds(job)
+    low, high = (fewest_parts(job), PARTS) if moves_data(job) else bounds(job)
     total, begin = each * len(cohort), 0.0
     end = float(np.max(waiting_s + high * step_s))
     for _ in range(_HALVINGS):

@@ -67,6 +67,8 @@ from federation.rounds.local_work import (
     first_rounds,
     in_round,
     leaves_steps_open,
+    moves_data,
+    records_of,
 )
 from federation.tree import map_tree, num_records
 from federation.vectors import (
@@ -171,7 +173,7 @@ class TorchTrainer:
             noted=self.pool.noted,
             is_over=self.peers.count > 1,  # A rank may have a part of the model.
         )
-        if private is None:
+        if private is None and not moves_data(job):
             # Data that is far away begins to come while the first task is on its way
             # and held-out data is read. After a resume this is the wrong guess.
             self._indices(1, self._steps_of(1))
@@ -342,7 +344,7 @@ class TorchTrainer:
         return LocalWeights(
             weights_d=local_d,
             integers_m=local_m,
-            num_examples=len(self.train),
+            num_examples=len(self._records(start.steps)),
             num_steps=num_steps,
             training=training,
             kept={**optimizer.kept(), **methods.arrays(guests, local_d, local_m)},
@@ -693,16 +695,37 @@ class TorchTrainer:
                 **ordering,
             )
             return telling_ahead(data, walk, num_batches)
-        num_epochs = training.num_epochs
+        num_epochs, records = training.num_epochs, self._records(steps)
+        if moves_data(self.job):  # The next round's records are not known yet.
+            ahead, ordering["shuffle"] = 0, None
         walk = batches.epochwise(
-            len(data),
+            len(records),
             batch_size=batch_size,
             first_epoch=(round_index - 1) * num_epochs,
             num_epochs=num_epochs + bool(ahead),
             **ordering,
         )
-        per_epoch = -(-len(data) // training.batch_size)
+        if records.start:
+            walk = (chosen + records.start for chosen in walk)
+        per_epoch = -(-len(records) // training.batch_size)
         return telling_ahead(data, walk, num_epochs * per_epoch)
+
+    def _records(self, steps: range) -> range:
+        """Find the records that a round trains on.
+
+        Raises:
+            SiteError: There are none in the part of the data that the round gives.
+        """
+        total = len(self.train)
+        if not moves_data(self.job):
+            return range(total)
+        found = records_of(steps, total)
+        if not found:
+            raise SiteError(
+                f"there are only {total} training examples, too few to be dealt out in "
+                'each round: set data.placement = "static"'
+            )
+        return found
 
     def _on_device(self, batch: Batch) -> Batch:
         device = self.pool.device

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from federation.ids import SiteId
 from federation.job.code_files import unpinned
 from federation.job.metrics import is_function
 from federation.job.spec import JobSpec, SiteDataSpec
+from federation.rounds.local_work import moves_data
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,9 +53,13 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
             loaded another tokeniser than the job names; or they cannot be loaded, and
             only the site's log says why.
     """
-    if file.data.source:
+    if file.data.source and moves_data(job):
+        data = _shared(file, job)
+    elif file.data.source:
         _check_shared(file, job)
-    data = _own(file, job, watch) if file.data.source else _rehearsed(file, job)
+        data = _own(file, job, watch)
+    else:
+        data = _rehearsed(file, job)
     note = note_on_persons(job, data[0])
     if note:
         _LOG.warning("site %s: %s", file.name, note)
@@ -73,6 +79,23 @@ def _check_shared(file: SiteFile, job: JobSpec) -> None:
             "(data.source)",
             key="schedule.replicas",
         )
+
+
+def _shared(file: SiteFile, job: JobSpec) -> SiteData:
+    """Load a dataset that all sites can read, if its operator says that it is one."""
+    assert job.data is not None  # noqa: S101 -- as its data move
+    source, options = file.data.source, file.data.options
+    if "://" not in source or source != job.data.source:
+        raise JobError(
+            f"site {file.name!r} has data of its own, which never leave it: use "
+            '"static", or name one dataset in a bucket both in the job and in '
+            "data.source of every site.toml",
+            key="data.placement",
+        )
+    # Where it is read, and with which key, only the operator says.
+    named = replace(job.data, source=source, options=options)
+    with _told_to_the_log(file, job):
+        return wiring.deal_part(replace(job, data=named), SiteId(file.name))
 
 
 def _rehearsed(file: SiteFile, job: JobSpec) -> SiteData:

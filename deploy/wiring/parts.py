@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from aggregator import sampling
@@ -31,6 +33,7 @@ from federation.job.spec import DataSpec, JobSpec
 from federation.job.statistics_checks import table
 from federation.protocols import CombineRule, Grid
 from federation.rounds.gather import Gather, PlainGather
+from federation.rounds.local_work import moves_data
 from federation.rounds.schedule import schedule_of
 
 
@@ -162,6 +165,14 @@ def _deal(
         site_names=names,
         rng=randomness.stream(job.seed, "partition"),
     )
+    if moves_data(job):
+        if "://" not in data.source:  # In shards, neighbours stay together.
+            mixed = randomness.stream(job.seed, "placement")
+            train = train.subset(mixed.permutation(len(train)))
+        return {
+            name: (train, held_out.subset(indices))
+            for name, (_, indices) in zip(names, parts, strict=True)
+        }
     return {
         name: (train.subset(train_indices), held_out.subset(held_out_indices))
         for name, (train_indices, held_out_indices) in zip(names, parts, strict=True)
@@ -170,18 +181,22 @@ def _deal(
 
 def data_distributed(federation: Federation, *, at: float) -> DataDistributed:
     """Describe the sites' data; that of Flower apps is unknown here."""
-    counts = count_labels([train for train, _ in federation.site_data.values()])
-    sites = [s for s in federation.job.sites if s.flower_app is None]
+    held, job = [train for train, _ in federation.site_data.values()], federation.job
+    if moves_data(job):  # As in the first round.
+        bounds = np.linspace(0, len(held[0]), len(held) + 1, dtype=int)
+        held = [held[0].subset(np.arange(*pair)) for pair in pairwise(bounds)]
+    counts = count_labels(held)
+    sites = [s for s in job.sites if s.flower_app is None]
     shares = [
         SiteShare(
             site=site.name,
             cloud=site.cloud,
             region=site.region,
-            train_examples=len(federation.site_data[SiteId(site.name)][0]),
+            train_examples=len(train),
             held_out_examples=len(federation.site_data[SiteId(site.name)][1]),
             counts=row,
         )
-        for site, row in zip(sites, counts.by_site, strict=True)
+        for site, train, row in zip(sites, held, counts.by_site, strict=True)
     ]
     return DataDistributed(
         at=at, label_kind=counts.kind, labels=counts.labels, shares=tuple(shares)

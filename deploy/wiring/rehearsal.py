@@ -8,7 +8,7 @@ live in one process. From the rehearsed contract follows what a run will send.
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,7 +28,7 @@ from federation.job import job_digest
 from federation.job.adapter_ranks import contributors, fewest_alike
 from federation.job.spec import JobSpec
 from federation.rounds import cost
-from federation.rounds.local_work import is_by_capacity
+from federation.rounds.local_work import is_by_capacity, moves_data
 from federation.rounds.traffic import SiteFacts, Traffic
 from federation.vectors import Layout
 from privacy.keystream import RandomBytes
@@ -284,6 +284,8 @@ def traffic_of(
     }
     if job.has_groups or len(facts) < len(job.sites):
         return None
+    if moves_data(job):  # Each can read all of it, and has a part.
+        facts = {s: replace(f, train=f.train // len(facts)) for s, f in facts.items()}
     return Traffic(
         job=job,
         layout=federation.pool.layout,

@@ -57,7 +57,7 @@ from federation.protocols import (
     Trainer,
 )
 from federation.resources import CLOCK, THREAD
-from federation.rounds.local_work import is_auto, leaves_steps_open
+from federation.rounds.local_work import is_auto, leaves_steps_open, moves_data
 from monitoring.runs.find import runs_root
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult, result_of
@@ -176,11 +176,11 @@ def _id_of(run: RunFolder | None, now: float) -> RunId:
 def _check_time(job: JobSpec, engine: str) -> None:
     """Refuse choices by real time, which would make each simulation another one."""
     if leaves_steps_open(job) and engine != "virtual":
-        by_lines = is_auto(job)
+        key = "data.placement" if moves_data(job) else "schedule.allocation"
         raise JobError(
             "measures sites and lines, which a simulation has in virtual time only: "
-            f"use --engine virtual, or {'fixed' if by_lines else 'static'!r}",
-            key=f"schedule.{'local_work' if by_lines else 'allocation'}",
+            f"use --engine virtual, or {'fixed' if is_auto(job) else 'static'!r}",
+            key="schedule.local_work" if is_auto(job) else key,
         )
 
 

@@ -6,7 +6,7 @@ job says that work and messages take, and by nothing else.
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from clients.training.local_federation import Federation
@@ -21,7 +21,7 @@ from federation.job.spec import JobSpec, MachineSpec
 from federation.protocols import RunState, SiteHandler, Trainer
 from federation.rounds import cost
 from federation.rounds.cost import SiteSpeed
-from federation.rounds.local_work import accumulate_in
+from federation.rounds.local_work import PARTS, accumulate_in, moves_data
 from federation.rounds.traffic import SiteFacts
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.run_view import VIRTUAL
@@ -129,10 +129,11 @@ def timed(
     """Let a site's work take virtual time."""
     train, held_out = federation.site_data[name]
     job, facts = federation.job, SiteFacts(len(train), len(held_out))
+    work = cost.work_seconds(job.training, facts, speed)
     return TimedTrainer(
         trainer=trainer,
         clock=clock,
-        work=cost.work_seconds(job.training, facts, speed),
+        work=replace(work, num_steps=PARTS) if moves_data(job) else work,
         relative=lambda index: (
             accumulate_in(job.training, index) / job.training.accumulate
         ),

@@ -44,7 +44,14 @@ def check_data(job: JobSpec) -> list[JobError]:
         return broken(rules)
     part, key = job.data.partition, "data.partition.speeds"
     is_used, speeds = part.kind == "proportional", part.speeds
+    is_dealt = job.data.placement == "static"
     rules |= {
+        "data.placement: some sites have data of their own, which never leave them: "
+        "remove sites.data": not (
+            is_dealt or all(site.data is None for site in job.sites)
+        ),
+        f"data.partition.kind: {part.kind!r} is for parts that stay where they are: "
+        'use "iid"': not (is_dealt or part.kind == "iid"),
         f'{key}: has no effect with {part.kind!r}: use kind = "proportional"': speeds
         and not is_used,
         f"{key}: has {len(speeds)} numbers for the {len(without)} sites without data "

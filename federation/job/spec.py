@@ -112,11 +112,16 @@ class DataSpec:
         options: Keyword arguments of the function; for a URL `version`, `order`,
             `window`, `warm_up`, `endpoint`, `region`.
         partition: How the data is split among the sites (simulation only).
+        placement: `static`: each site keeps its part. `dynamic`: every site can read
+            all of the data, and each round deals it out anew, so that all sites end
+            together: parts of it move from slow sites to fast ones. In virtual time, or
+            deployed where each `site.toml` names this dataset.
     """
 
     source: str
     options: Mapping[str, Any] = key(default={})
     partition: PartitionSpec = PartitionSpec()
+    placement: str = key(default="static", choices=("static", "dynamic"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""More local steps at faster sites; see ``aggregator.methods.capacity``."""
+"""More steps or records at faster sites; see ``aggregator.methods.capacity``."""
 
 from federation.methods.method import Method, Thing
 
@@ -32,4 +32,27 @@ CAPACITY = Method(
         "noise is planned for schedule.max_local_steps in every round, and each round "
         "is charged for the steps that it takes"
     ),
+)
+PLACEMENT = Method(
+    name=Thing.PLACEMENT,
+    key="data.placement",
+    on=("dynamic",),
+    instead='use "static"',
+    excludes={
+        "the work of a site follows the data that it has: use "
+        "training.local_epochs": Thing.STEPS,
+        "each site protects records in a ledger of its own, which knows nothing of "
+        "what others did with them": Thing.PRIVACY,
+        "the weights of sites are their numbers of records, which change": Thing.SECURE,
+        "no round begins at which data could move": Thing.BUFFERED,
+        "a relay waits for all its sites, and sends one sum": Thing.RELAYS,
+        "a Flower app brings data of its own": Thing.FLOWER_APPS,
+        "its data is read by the user's loop": Thing.TRAINER,
+        "both say which site has which data": Thing.REPLICAS,
+        "its ranks have shards of their own": Thing.RANKS,
+        "sites would hold fewer parts than the others agreed on": "sites that join",
+        "what sites keep between rounds is about their own data": (
+            *("control variates", "FedDyn", Thing.PERSONAL, Thing.CLUSTERS),
+        ),
+    },
 )

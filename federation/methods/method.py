@@ -59,6 +59,7 @@ class Thing(StrEnum):
     RELAYS = "relays"
     BUFFERED = "buffered rounds"
     CAPACITY = "work by capacity"
+    PLACEMENT = "data that moves between sites"
     PARTIAL_ROUNDS = "rounds of fewer than all sites"
     SAMPLES = "samples of the sites"
     ALL_ASKED = "rounds that ask all sites"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from federation.methods.adapter_ranks import FEWER_RANKS
 from federation.methods.buffered import BUFFERED, BUFFERED_SUMS
-from federation.methods.capacity import CAPACITY
+from federation.methods.capacity import CAPACITY, PLACEMENT
 from federation.methods.combining import (
     CODECS_UP,
     DYNAMIC_WEIGHTS,
@@ -52,7 +52,7 @@ METHODS: tuple[Method, ...] = (
     *(PERSONAL, CLUSTERS, USERS_LOOP, FLOWER_APPS),
     *(RELAYS, SAMPLES, REMEMBERING, FAIR, UTILITY, OVER_SELECTION, REPLICAS),
     *(CODECS_UP, DYNAMIC_WEIGHTS, ROBUST),
-    *(BUFFERED, BUFFERED_SUMS, CAPACITY, JOINING),
+    *(BUFFERED, BUFFERED_SUMS, CAPACITY, PLACEMENT, JOINING),
     *(BEST_MODEL, EARLY_STOPPING, EMA, SWA),
     STATISTICS,
     *(SECURE, GROUPS, LEVELS, ELEMENT_BOUND),

@@ -14,6 +14,8 @@ from federation.job.evaluation_job import evaluates_only
 from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import RoundTask, TaskKind
 
+PARTS = 4096  # Of a dataset that moves between sites.
+
 _MOST_TIMES = 4  # Without a limit in the job: times its local steps.
 
 
@@ -27,9 +29,29 @@ def is_by_capacity(job: JobSpec) -> bool:
     return job.schedule.allocation == "capacity"
 
 
+def moves_data(job: JobSpec) -> bool:
+    """Whether each task says on which part of the data a site trains.
+
+    A task's steps are then the parts, from a multiple of ``PARTS`` on that is its own
+    in each round.
+    """
+    return job.data is not None and job.data.placement == "dynamic"
+
+
 def leaves_steps_open(job: JobSpec) -> bool:
-    """Whether each task says how many local steps it asks for."""
-    return is_auto(job) or is_by_capacity(job)
+    """Whether each task says how many local steps, or which data, it asks for."""
+    return is_auto(job) or is_by_capacity(job) or moves_data(job)
+
+
+def fewest_parts(job: JobSpec) -> int:
+    """The fewest parts of the data that a site has in a round."""
+    return max(1, PARTS // (_MOST_TIMES * len(job.sites)))
+
+
+def records_of(parts: range, total: int) -> range:
+    """Return the records in some parts of a dataset of ``total`` records."""
+    first = parts.start % PARTS
+    return range(first * total // PARTS, (first + len(parts)) * total // PARTS)
 
 
 def bounds(job: JobSpec) -> tuple[int, int]:
@@ -169,6 +191,9 @@ def check_task(job: JobSpec, task: RoundTask) -> None:
         return
     if steps is None:
         raise ProtocolError("received no number of local steps, which the job needs")
+    if moves_data(job):
+        _check_parts(job, task.round_index, steps)
+        return
     low, high = bounds(job)
     if is_by_capacity(job):
         first = allocated(job, task.round_index, 0).start
@@ -180,4 +205,14 @@ def check_task(job: JobSpec, task: RoundTask) -> None:
         raise ProtocolError(
             f"was asked for {len(steps)} local steps after {steps.start}; the job "
             f"allows {low} to {high} in a round, {limit}"
+        )
+
+
+def _check_parts(job: JobSpec, round_index: int, parts: range) -> None:
+    first = (round_index - 1) * PARTS
+    within = first <= parts.start < parts.stop <= first + PARTS
+    if not within or len(parts) < fewest_parts(job):
+        raise ProtocolError(
+            f"was asked for parts {parts.start} to {parts.stop} of the data; the job "
+            f"allows at least {fewest_parts(job)} of {first} to {first + PARTS}"
         )

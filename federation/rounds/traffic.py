@@ -43,13 +43,16 @@ from federation.messages import (
 from federation.methods.registry import follows_counted
 from federation.resources import CLOCK, PROCESS
 from federation.rounds.local_work import (
+    PARTS,
     accumulate_in,
     allocated,
     bounds,
+    fewest_parts,
     fewest_rounds,
     in_round,
     is_by_capacity,
     leaves_steps_open,
+    moves_data,
     total_steps,
 )
 from federation.vectors import Layout
@@ -413,6 +416,9 @@ class Traffic:
 
     def _steps(self, index: int, end: int) -> range:
         """Local steps of a round that is free to choose them: in few or many digits."""
+        if moves_data(self.job):
+            begin = end * PARTS * self.job.rounds
+            return range(begin, begin + (PARTS if end else fewest_parts(self.job)))
         low, high = bounds(self.job)
         if is_by_capacity(self.job):
             return allocated(self.job, index, high if end else low)

@@ -9,6 +9,7 @@ a case take the same number of local steps, so that final losses can be compared
 
 ``ways``: four sites, six ways, with data alike and unlike, one that comes and goes, and
 one that stalls. ``sites``: rounds of 2 to 10,000 sites whose speeds are drawn.
+``data``: data that stays at four sites, or moves, and when the second is as good.
 
 Rows are JSON lines in `studies/unequal_sites/measured.jsonl` or `--out`; rows in it are
 not run again. Prints tables in Markdown: medians over seeds, and the range of final
@@ -128,6 +129,31 @@ def job_of(
     )
 
 
+def placed_job(placement: str, rounds: int, seed: int) -> JobSpec:
+    """Describe epochs at four sites of 1:1:2:4."""
+    machines = [
+        {"site": f"site-{i}", "examples_per_second": BASE * speed}
+        for i, speed in enumerate(SPEEDS["1:1:2:4"])
+    ]
+    optimizer = {"name": "sgd", "lr": 0.02}
+    return job_file.parse(
+        {
+            **_common(seed, ALIKE),
+            "rounds": rounds,
+            "data": {"source": "clients.data:digits", "placement": placement},
+            "training": {
+                "local_epochs": 1,
+                "batch_size": BATCH,
+                "optimizer": optimizer,
+            },
+            "evaluation": {"every": 1},
+            "aggregation": {"weights": "examples"},
+            "sites": [{"name": machine["site"]} for machine in machines],
+            "simulation": {"machines": machines},
+        }
+    )
+
+
 def many_job(way: str, sites: int, seed: int) -> JobSpec:
     """Describe a few rounds of many sites, of eight digits each or more."""
     fleet = {"sites": sites, "examples_per_second": BASE, "spread": SPREAD}
@@ -193,6 +219,23 @@ def measured(part: str, decides: Mapping[str, Any]) -> Result:
         run = virtual_runs.run(job)
         later = [one.seconds for one in run.rounds[_SETTLED:]]
         return {"round_seconds": median(later), "steps": run.steps, "busy": run.busy}
+    if part == "data":
+        stays, moves = (
+            virtual_runs.run(placed_job(how, decides["rounds"], decides["seed"]))
+            for how in ("static", "dynamic")
+        )
+        seconds = {one.round_index: one.at for one in moves.rounds}
+        reached = next(
+            seconds[one.round_index]
+            for one in moves.evaluations
+            if one.round_index and one.pooled.loss <= stays.loss
+        )
+        return {
+            "static": stays.rounds[-1].at,
+            "dynamic": moves.rounds[-1].at,
+            "reached": reached,
+            "losses": [stays.loss, moves.loss],
+        }
     case = CASES[decides["case"]]
     job = job_of(decides["way"], case, rounds=decides["rounds"], seed=decides["seed"])
     run = virtual_runs.run(job)
@@ -242,6 +285,17 @@ def tables(rows: Sequence[Result]) -> Iterator[str]:
             yield table_line(f"{number}", way, f"{seconds:.2f}", f"{busy:.0%}")
 
 
+def of_data(rows: Sequence[Result]) -> Iterator[str]:
+    """Yield the lines of the table of placed data: of the time of a static split."""
+    heads = ("Seed", "All rounds", "Until the loss of static", "Static", "Dynamic")
+    yield table_line(*heads)
+    yield table_line(*["---"] * len(heads))
+    for row in (one for one in rows if one["part"] == "data"):
+        parts = [f"{row[name] / row['static']:.2f}" for name in ("dynamic", "reached")]
+        losses = [f"{loss:.3f}" for loss in row["losses"]]
+        yield table_line(f"{row['seed']}", *parts, *losses)
+
+
 def by_number(rows: Sequence[Result]) -> Mapping[str, dict[int, tuple[float, float]]]:
     """Seconds of a round and share of training, by way and number of sites."""
     found: dict[str, dict[int, list[Result]]] = {}
@@ -288,7 +342,7 @@ def draw(rows: Sequence[Result], to: Path) -> None:
 def main() -> None:
     """Add what lacks, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=("ways", "sites"))
+    parser.add_argument("--parts", nargs="+", choices=("ways", "sites", "data"))
     parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=5)
@@ -297,8 +351,12 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=REPOSITORY)
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
-    parts = options.parts or ("ways", "sites")
+    parts = options.parts or ("ways", "sites", "data")
     plans = {
+        "data": (
+            ("data", {"seed": seed, "rounds": options.rounds})
+            for seed in range(options.seeds)
+        ),
         "ways": ways(options.cases, options.seeds, options.rounds),
         "sites": sites(options.most),
     }
@@ -309,7 +367,7 @@ def main() -> None:
             results.add(options.out, row)
     rows = list(results.finished(options.out).values())
     draw(rows, options.to)
-    print("\n".join(tables(rows)), file=sys.stderr)
+    print("\n".join([*tables(rows), "", *of_data(rows)]), file=sys.stderr)
 
 
 if __name__ == "__main__":

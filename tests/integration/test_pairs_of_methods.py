@@ -76,6 +76,10 @@ ON: Mapping[str, Mapping[str, Any]] = {
     },
     Thing.REPLICAS: {"schedule": {"replicas": [SITES[:2]]}},
     Thing.CAPACITY: {"schedule": {"allocation": "capacity"}},
+    Thing.PLACEMENT: {
+        "training": {"local_epochs": 1},
+        "data": {"source": "support.small_jobs:blobs", "placement": "dynamic"},
+    },
     Thing.CODECS_UP: {"communication": {"codec": {"name": "top_k", "fraction": 0.5}}},
     Thing.CLIPPED_STEPS: {"training": {"clip_grad_norm": 0.5}},
     Thing.DYNAMIC_WEIGHTS: {"aggregation": {"weights": "dynamic"}},

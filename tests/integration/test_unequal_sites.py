@@ -12,6 +12,7 @@ from support import toy
 from support.small_jobs import small_job
 from support.without_report import simulate
 
+from federation.errors import JobError
 from federation.events import (
     CostPredicted,
     DataDistributed,
@@ -49,8 +50,11 @@ def job_of(*tables: dict[str, Any]) -> JobSpec:
             ]
         },
     }
+    base["data"] = {"source": "support.small_jobs:blobs"}
     for each in tables:
         base = toy.merged(base, each)
+    if "local_epochs" in base["training"]:
+        del base["training"]["local_steps"]
     return small_job(num_sites=len(SITES), **base)
 
 
@@ -105,6 +109,66 @@ def test_the_first_of_two_replicas_counts_and_the_other_is_withdrawn(engine: str
         assert whole.seconds < 0.7 * alone.seconds
         said = " ".join(fold(events).participation.words())
         assert "12 tasks were not needed" in said
+
+
+EPOCHS = {
+    "rounds": 8,
+    "model": {"options": {"inputs": 64, "classes": 10}},
+    "data": {"source": "clients.data:digits"},
+    "training": {"local_epochs": 1, "batch_size": 32},
+    "evaluation": {"every": 0},
+}
+MOVES = toy.merged(EPOCHS, {"data": {"placement": "dynamic"}})
+
+
+def test_data_moves_to_fast_sites_and_each_record_is_at_one():
+    stays, moves = told(job_of(EPOCHS)), told(job_of(MOVES))
+    (before,), (after,) = of(RunFinished, stays), of(RunFinished, moves)
+    assert after.seconds < 0.5 * before.seconds
+    (held,) = of(DataDistributed, moves)
+    total = sum(share.train_examples for share in held.shares)
+    for index in range(1, 9):
+        has = {
+            answer.site: answer.num_examples
+            for answer in of(SiteAnswered, moves)
+            if answer.round_index == index
+        }
+        assert sum(has.values()) == total, index
+        shares = [has[site] / RATES[site] for site in SITES]
+        assert index == 1 or max(shares) < 1.05 * min(shares), index
+    seen = [event for event in told(job_of(MOVES)) if isinstance(event, SiteAnswered)]
+    assert seen == of(SiteAnswered, moves)
+
+
+def test_data_moves_away_from_a_site_that_is_late():
+    late = {"site": "site-1", "kind": "hang", "seconds": 20.0, "rounds": [3]}
+    wait = {"schedule": {"minimum_sites": 3, "grace": 0.5}}
+    events = told(job_of(MOVES, wait, {"simulation": {"faults": [late]}}))
+    has = {
+        (answer.round_index, answer.site): answer.num_examples
+        for answer in of(SiteAnswered, events)
+    }
+    assert (3, "site-1") not in has
+    later = [has[index, "site-1"] for index in range(4, 9) if (index, "site-1") in has]
+    assert min(later) < has[2, "site-1"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "match"),
+    [
+        ({"data": {"partition": {"kind": "dirichlet"}}}, r"partition\.kind.*iid"),
+        ({"sites": [{"name": "a", "data": {"source": "a:b"}}]}, "never leave"),
+    ],
+)
+def test_data_that_belongs_to_a_site_does_not_move(tables: dict[str, Any], match: str):
+    with pytest.raises(JobError, match=match):
+        job_of(MOVES, tables, {"simulation": {"machines": []}})
+
+
+def test_data_moves_only_where_time_is_measured():
+    with pytest.raises(JobError, match="virtual time") as caught:
+        simulate(job_of(MOVES))
+    assert caught.value.key == "data.placement"
 
 
 def test_buffer_of_all_sites_is_a_round():

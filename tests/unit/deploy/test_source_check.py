@@ -159,6 +159,16 @@ def test_only_what_sites_share_may_be_at_two_of_them(tmp_path: Path):
         mine = replace(file, data=LocalDataSpec(source=own))
         with pytest.raises(JobError, match=r"replicas: site 'site-0' .*of its own"):
             site_data.load(mine, job, lambda store, *_: store)
+    moving = small_job(
+        num_sites=3,
+        data={"source": url, "placement": "dynamic"},
+        training={"local_epochs": 1},
+    )
+    train, held_out = site_data.load(file, moving, lambda store, *_: store)
+    assert (len(train), len(held_out)) == (1438, 120)
+    mine = replace(file, data=LocalDataSpec(source=other))
+    with pytest.raises(JobError, match="never leave"):
+        site_data.load(mine, moving, lambda store, *_: store)
     apart = [*sites[:1], {"name": "site-1"}, *sites[2:]]
     with pytest.raises(JobError, match=r"replicas\[0\]: .*same data"):
         small_job(sites=apart, schedule={"replicas": [["site-0", "site-1"]]})

@@ -20,6 +20,7 @@ from aggregator.methods.chosen_steps import (
 )
 from aggregator.weighting import most_trained_on
 from federation.errors import JobError, ProtocolError
+from federation.job import job_file
 from federation.job.job_digest import deciding, digest
 from federation.job.spec import JobSpec
 from federation.messages import RoundTask, TaskKind
@@ -384,3 +385,32 @@ def test_a_job_with_other_sizes_of_steps_is_another_job():
     growing = toy.job({"rounds": 8, "training": GROWING})
     assert digest(plain) != digest(growing)
     assert "accumulate_from" not in deciding(plain)["training"]
+
+
+def test_a_site_takes_no_parts_of_the_data_but_those_of_its_round():
+    """Nor so few records that its update would tell what they are."""
+    document = toy.document({"data": {"placement": "dynamic"}})
+    document["training"].pop("local_steps")
+    document["training"]["local_epochs"] = 1
+    job, fewest = job_file.parse(document), local_work.PARTS // 12
+    for first, number in (
+        (local_work.PARTS, fewest),
+        (2 * local_work.PARTS - 400, 400),
+    ):
+        check_task(job, toy.task(round_index=2, num_steps=number, first_step=first))
+    for first, number in (
+        (local_work.PARTS, fewest - 1),
+        (local_work.PARTS - 1, 400),
+        (2 * local_work.PARTS - 399, 400),
+        (0, 400),
+    ):
+        with pytest.raises(ProtocolError, match=rf"parts {first} to"):
+            check_task(job, toy.task(round_index=2, num_steps=number, first_step=first))
+    everything = [
+        record
+        for start in range(0, local_work.PARTS, 100)
+        for record in local_work.records_of(
+            range(start, min(start + 100, local_work.PARTS)), 7919
+        )
+    ]
+    assert everything == list(range(7919))

@@ -137,6 +137,9 @@ ON: dict[str, dict[str, Any]] = {
         "sites": [{"name": name} for name in NINE],
     },
     JOINING.name: {"schedule": {"open_to": ["d-*"]}},
+    Thing.PLACEMENT: toy.merged(
+        training(local_epochs=1, local_steps=None), {"data": {"placement": "dynamic"}}
+    ),
     Thing.CAPACITY: {
         "schedule": {"allocation": "capacity"},
         "training": {"local_epochs": None, "local_steps": 2},
