@@ -9,6 +9,7 @@ the wire format. Answers that are under way at the same time are in memory toget
 import hashlib
 import heapq
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,6 +73,31 @@ class Absences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KnownAbsences:
+    """When a site is away, as a trace says.
+
+    Attributes:
+        spells: Begin and end of each absence, one after another.
+        every: Seconds after which they repeat; infinity for never.
+    """
+
+    spells: Sequence[Sequence[float]]
+    every: float = math.inf
+
+    def next(self, since: float) -> tuple[float, float]:
+        """Find the first absence that ends after a time; see ``Absences``."""
+        turns = [0.0]
+        if not math.isinf(self.every):
+            turns = [self.every * (since // self.every + each) for each in (0, 1)]
+        for offset in turns:
+            at = bisect_right(self.spells, since - offset, key=lambda spell: spell[1])
+            if at < len(self.spells):
+                begin, end = self.spells[at]
+                return begin + offset, end + offset
+        return math.inf, math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """A site and its network line.
 
@@ -89,7 +115,7 @@ class Machine:
     down: float
     up: float
     latency_seconds: float
-    absences: Absences | None = None
+    absences: Absences | KnownAbsences | None = None
 
 
 class VirtualGrid:

@@ -4,6 +4,7 @@ The clocks of the aggregator and of every site are virtual: they move on by what
 job says that work and messages take, and by nothing else.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -12,7 +13,12 @@ from functools import cached_property, partial
 from clients.training.local_federation import Federation
 from clients.training.timed_trainer import TimedTrainer
 from cloud_adapters.local.faults import FaultInjector, Restartable
-from cloud_adapters.local.virtual_grid import Absences, Machine, VirtualGrid
+from cloud_adapters.local.virtual_grid import (
+    Absences,
+    KnownAbsences,
+    Machine,
+    VirtualGrid,
+)
 from deploy.wiring.run import Rounds
 from federation.clock import VirtualClock
 from federation.errors import JobError
@@ -96,8 +102,8 @@ class VirtualMachines:
             )
 
     def _machine(self, name: SiteId, handler: SiteHandler) -> Machine:
-        speed, absences = self.speeds[name], None
-        spec = self._specs[name]
+        speed = self.speeds[name]
+        spec, absences = self._specs[name], _known(self._specs[name])
         if spec.away_share:
             absences = Absences(
                 share=spec.away_share,
@@ -117,6 +123,12 @@ class VirtualMachines:
     @cached_property
     def _specs(self) -> Mapping[str, MachineSpec]:
         return {machine.site: machine for machine in self.job.simulation.machines}
+
+
+def _known(spec: MachineSpec) -> Absences | KnownAbsences | None:
+    if not spec.away:
+        return None
+    return KnownAbsences(spells=spec.away, every=spec.away_every or math.inf)
 
 
 def timed(

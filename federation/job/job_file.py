@@ -76,6 +76,7 @@ def load(path: Path, overrides: Iterable[str] = (), *, evaluated: str = "") -> J
             fault = f"cannot set {text!r}: write key=value, for example rounds=3"
             raise JobError(fault)
         override(document, name.strip(), _toml_value(raw.strip()))
+    document = dict(_with_fleet(document, path.parent))
     if evaluated:
         make_evaluation(document, evaluated)
     code_files.pin(document, path.parent)
@@ -213,11 +214,19 @@ def _with_statistics(document: Any) -> Any:
     return filled(document, spec)
 
 
-def _with_fleet(document: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_fleet(
+    document: Mapping[str, Any], folder: Path | None = None
+) -> Mapping[str, Any]:
     """Replace ``simulation.fleet`` by the sites and machines that it stands for.
 
+    Args:
+        document: A job.
+        folder: Where its file is; None for a job that may be someone else's, which has
+            no file read here.
+
     Raises:
-        JobError: It is not a valid table, or the job also lists sites.
+        JobError: It is not a valid table, or its trace not a valid file, or the job
+            also lists sites.
     """
     name, simulation = "simulation.fleet", None
     if isinstance(document, Mapping):
@@ -226,7 +235,7 @@ def _with_fleet(document: Mapping[str, Any]) -> Mapping[str, Any]:
         return document
     seed = document.get("seed")
     fleet = _build(FleetSpec, simulation["fleet"], name)
-    found = drawn(fleet, seed if isinstance(seed, int) and seed > 0 else 0)
+    found = drawn(fleet, seed if isinstance(seed, int) and seed > 0 else 0, folder)
     if "sites" in document or "machines" in simulation:
         raise JobError("names all sites: remove [[sites]] and their machines", key=name)
     simulation = {k: v for k, v in simulation.items() if k != "fleet"}

@@ -1,6 +1,7 @@
 """What the tables of sites, relays and simulations must not hold."""
 
 import math
+from itertools import pairwise
 
 from federation.errors import JobError, broken
 from federation.ids import check_name
@@ -159,6 +160,15 @@ def check_simulation(job: JobSpec) -> list[JobError]:
         f"{', '.join(sorted(names))}": True
         for key, index, name in places
         if name not in names
+    }
+    rules |= {
+        f"simulation.machines[{index}].away: {[*spell]} must begin and end after what "
+        "is before it, without away_share": True
+        for index, machine in enumerate(simulation.machines)
+        for before, spell in pairwise(((0.0, 0.0), *machine.away))
+        if machine.away_share
+        or len(spell) != len(before)
+        or not before[1] <= spell[0] < spell[1] <= (machine.away_every or math.inf)
     }
     first = {name: index for index, name in reversed([*enumerate(machines)])}
     rules |= {

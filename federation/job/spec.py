@@ -651,6 +651,9 @@ class MachineSpec:
             two interruptions. Work that it has begun is lost then.
         away_seconds: How long an absence lasts on average; absences and the times
             between them are exponentially distributed.
+        away: Absences that are known, in place of `away_share`: `[begin, end]` in
+            seconds from the start of the run, one after another.
+        away_every: Seconds after which they repeat. Default: never.
     """
 
     site: str
@@ -660,6 +663,8 @@ class MachineSpec:
     latency_seconds: float = key(default=0.0, low=0.0)
     away_share: float = key(default=0.0, low=0.0, below=1.0)
     away_seconds: float = key(default=600.0, above=0.0)
+    away: tuple[tuple[float, ...], ...] = ()
+    away_every: float | None = key(default=None, above=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -677,6 +682,9 @@ class FleetSpec:
         spread: 19 of 20 sites are within this factor of each median.
         away_share: Part of the time that each site is away.
         away_seconds: How long an absence lasts on average.
+        trace: A file, beside the job file, that says when machines were away, in place
+            of `away_share`: `event_trace.tab` of the Failure Trace Archive. Each site
+            is one of its nodes, in their order, and the trace repeats when it ends.
     """
 
     sites: int = key(low=1, high=100_000)
@@ -687,6 +695,7 @@ class FleetSpec:
     spread: float = key(default=1.0, low=1.0)
     away_share: float = key(default=0.0, low=0.0, below=1.0)
     away_seconds: float = key(default=600.0, above=0.0)
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,14 @@
 """``simulation.fleet``: many sites from a few numbers."""
 
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
+import tomli_w
 from support import toy
 
+from cloud_adapters.local.virtual_grid import KnownAbsences
 from federation.errors import JobError
 from federation.job import job_digest, job_file
 
@@ -59,3 +62,80 @@ def test_bad_fleets_are_refused_by_name(
     with pytest.raises(JobError) as caught:
         job_of(fleet, **tables)
     assert key in str(caught.value)
+
+
+HEAD = "#event_id\tcomponent_id\tnode_id\tplatform_id\tnode_name\tevent_type\t"
+HEAD += "event_start_time\tevent_stop_time\tevent_end_reason\n"
+# Node 7 is away from 130 to 150 s; node 9 comes at 120 and goes at 180 s.
+TRACE = [(7, 1, 100, 130), (9, 1, 120, 180), (7, 0, 130, 150), (7, 1, 150, 200)]
+
+
+def traced(folder: Path, rows: list[tuple[object, ...]], **fleet: Any):
+    lines = [f"0\t0\t{n}\t1\tx\t{k}\t{b}\t{e}\t0\n" for n, k, b, e in rows]
+    (folder / "event_trace.tab").write_text(HEAD + "".join(lines))
+    speed = {"examples_per_second": 9.0, "trace": "event_trace.tab"}
+    document = toy.document({"simulation": {"fleet": {"sites": 2, **speed, **fleet}}})
+    del document["sites"]
+    (folder / "job.toml").write_text(tomli_w.dumps(document))
+    return job_file.load(folder / "job.toml")
+
+
+def test_a_public_trace_says_when_sites_are_away(tmp_path: Path):
+    job = traced(tmp_path, TRACE)
+    one, two = job.simulation.machines
+    assert (one.away, two.away) == (((30.0, 50.0),), ((0.0, 20.0), (80.0, 100.0)))
+    assert one.away_every == two.away_every == 100.0
+    # Its own document says all of it, without the file.
+    (tmp_path / "event_trace.tab").unlink()
+    assert job_file.parse(job_file.document(job)) == job
+    assert traced(tmp_path, TRACE, sites=1).simulation.machines[0].away == one.away
+
+
+def test_absences_repeat_with_the_trace():
+    spells = ((0.0, 20.0), (80.0, 100.0))
+    found = KnownAbsences(spells=spells, every=100.0)
+    for since, expected in (
+        *((0.0, (0.0, 20.0)), (19.9, (0.0, 20.0)), (20.0, (80.0, 100.0))),
+        *((99.0, (80.0, 100.0)), (100.0, (100.0, 120.0)), (250.0, (280.0, 300.0))),
+    ):
+        assert found.next(since) == expected
+    assert KnownAbsences(spells=spells).next(99.0) == (80.0, 100.0)
+    assert KnownAbsences(spells=spells).next(100.0) == (float("inf"), float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fleet", "match"),
+    [
+        ({2: (7, 0, 131, 150)}, {}, r"tab:4: node 7 from 131 leaves a gap .* 130"),
+        ({2: (7, 0, 129, 150)}, {}, r"tab:4: node 7 from 129 overlaps .* 130"),
+        ({1: (9, 1, 180, 120)}, {}, r"tab:3: .*end after the begin"),
+        ({1: (9, 1, -5, 120)}, {}, r"tab:3: .*seconds from 0"),
+        ({1: (9, 2, 120, 180)}, {}, r"tab:3: .*0 \(away\) or 1"),
+        ({1: (9, 1, "soon", 180)}, {}, r"tab:3: "),
+        ({}, {"sites": 3}, "has 2 nodes, and the fleet 3"),
+        ({}, {"away_share": 0.1}, "remove away_share"),
+        ({}, {"trace": "none.tab"}, r"none\.tab"),
+    ],
+)
+def test_a_damaged_trace_is_refused_with_its_line(
+    changes: dict[int, Any], fleet: dict[str, Any], match: str, tmp_path: Path
+):
+    rows = [changes.get(index, row) for index, row in enumerate(TRACE)]
+    with pytest.raises(JobError, match=match):
+        traced(tmp_path, rows, **fleet)
+
+
+def test_a_job_of_someone_else_reads_no_trace(tmp_path: Path):
+    """A site parses what an aggregator sends."""
+    traced(tmp_path, TRACE)
+    with pytest.raises(JobError, match="file of your own"):
+        job_of({"sites": 2, "examples_per_second": 9.0, "trace": "/etc/hostname"})
+
+
+@pytest.mark.parametrize(
+    "away", [[[5.0, 4.0]], [[0.0, 5.0], [4.0, 6.0]], [[-1.0, 2.0]], [[1.0]]]
+)
+def test_absences_out_of_order_are_refused(away: list[list[float]]):
+    machine = {"site": toy.SITES[0], "examples_per_second": 1.0, "away": away}
+    with pytest.raises(JobError, match=r"machines\[0\].away"):
+        toy.job({"simulation": {"machines": [machine]}})
