@@ -3,8 +3,9 @@
 import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from cloud_adapters.flower.facts import FlowerRun
@@ -14,11 +15,12 @@ from deploy.aggregator_host.owners import Owner, Owners, Usage
 from deploy.aggregator_host.run_queue import QueuedRun
 from deploy.aggregator_host.scheduler import Candidate, Plan, Rules, Share
 from federation.event_log import from_line
-from federation.events import ModelEvaluated, RoundFinished
+from federation.events import ModelEvaluated, RoundFinished, RunStarted
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
 
 _HOUR, _GIGABYTE = 3600.0, 1e9
+_RECENT = 5  # Rounds that show a run's pace.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ def admission(
     queue = config.file.queue
     return Admission(
         candidates=[
-            _candidate(one, flower, refused[one.request.owner], paces)
+            _candidate(one, flower, refused[one.request.owner], paces, now)
             for one in runs
             if _takes_turns(one, flower)
         ],
@@ -202,14 +204,12 @@ def _candidate(
     one: QueuedRun,
     flower: Mapping[int, FlowerRun] | None,
     refused: str,
-    paces: Mapping[str, float],
+    paces: Mapping[str, "Pace"],
+    now: float,
 ) -> Candidate:
     before, request = one.coordinator, one.request
     works = before is not None if flower is None else one.works(flower)
     pace = paces.get(one.run.path.parent.name)
-    left = None
-    if pace is not None:
-        left = max(0.0, one.run.read_spec().rounds - one.rounds) * pace
     return Candidate(
         name=one.name,
         owner=request.owner,
@@ -220,18 +220,71 @@ def _candidate(
         begun=None if before is None else before.begun,
         holds=works,
         refused=refused,
-        seconds_left=left,
+        round_seconds=0.0 if pace is None else pace.round_seconds,
+        seconds_left=None if pace is None else _left(one, pace, works=works, now=now),
     )
 
 
-def _paces(runs: Sequence[QueuedRun], now: float) -> Mapping[str, float]:
-    """Seconds of a round of each job, from its newest run with rounds."""
-    found = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What a run took, as its events say.
+
+    Attributes:
+        round_seconds: From the end of a round to that of the next one.
+        before: What its last coordinator took until its first round began.
+        after: What it took after the last round; 0 where no run of the job has ended.
+        last: When a round of this coordinator ended last; None if none has.
+    """
+
+    round_seconds: float
+    before: float
+    after: float = 0.0
+    last: float | None = None
+
+
+def _pace(one: QueuedRun, now: float) -> Pace | None:
+    began = 0.0 if one.coordinator is None else one.coordinator.at
+    took, first, last = list[float](), None, None
+    for event in one.progress():
+        if isinstance(event, RunStarted):
+            first = last = None
+        else:
+            took.append(event.seconds if last is None else event.at - last)
+            first, last = first or event.at, event.at
+    if not took:
+        return None
+    each = median(took[-_RECENT:])
+    is_over = one.outcome is not None and last is not None
+    return Pace(
+        round_seconds=each,
+        before=max(0.0, first - began - each) if first and began else 0.0,
+        after=max(0.0, one.ended(now) - last) if is_over and last else 0.0,
+        last=last,
+    )
+
+
+def _paces(runs: Sequence[QueuedRun], now: float) -> Mapping[str, Pace]:
+    """The pace of each job, from its newest run with rounds."""
+    found: dict[str, Pace] = {}
     for one in runs:
-        rounds = one.rounds
-        if rounds:
-            found[one.run.path.parent.name] = one.held_seconds(now) / rounds
+        pace, job = _pace(one, now), one.run.path.parent.name
+        if pace is not None:
+            after = pace.after or (found[job].after if job in found else 0.0)
+            found[job] = replace(pace, after=after)
     return found
+
+
+def _left(one: QueuedRun, pace: Pace, *, works: bool, now: float) -> float:
+    """Seconds until a run ends: what its rounds take, less what this one has taken."""
+    rounds = max(0.0, one.run.read_spec().rounds - one.rounds) * pace.round_seconds
+    if not works or one.coordinator is None:
+        return pace.before + rounds + pace.after
+    own = _pace(one, now)
+    if own is None or own.last is None or own.last < one.coordinator.at:
+        left = pace.before + rounds - max(0.0, now - one.coordinator.at)
+        return max(rounds, left) + pace.after
+    spent = min(max(0.0, now - own.last), pace.round_seconds if rounds else pace.after)
+    return rounds + pace.after - spent
 
 
 def _measured(run: RunFolder) -> tuple[float, float]:

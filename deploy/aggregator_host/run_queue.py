@@ -211,6 +211,12 @@ class QueuedRun:
         """Rounds that are completed; counted from all events at each call."""
         return _completed_rounds(self.run)
 
+    def progress(self) -> Iterator[RunStarted | RoundFinished]:
+        """Read when its coordinators began and its rounds ended."""
+        for event in _counted_events(_whole_lines(self.run)):
+            if isinstance(event, RunStarted | RoundFinished):
+                yield event
+
     @property
     def away(self) -> Sequence[str]:
         """Sites that the run does without or waits for, each with the reason."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 # Usage counts half after so long: what an owner used last month does not matter.
 HALF_LIFE_SECONDS = 86_400.0
 _MOST_STEPS = 200  # Of a forecast.
+_LOOKS = 4  # Of a forecast in a slice.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class Candidate:
         holds: Whether a coordinator works on it: it takes up its slots.
         refused: Why it may not work, whatever is free; empty if it may.
         seconds_left: How long it will still work; None if that is not known.
+        round_seconds: How long its rounds last; 0 if that is not known.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Candidate:
     holds: bool = False
     refused: str = ""
     seconds_left: float | None = None
+    round_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,14 +170,18 @@ def forecast(
 ) -> Mapping[str, float]:
     """Predict when each waiting run's turn begins, if no other is submitted.
 
-    It plays the plan forward from end to end of the runs whose length is known; a run
-    behind one of unknown length has no entry.
+    It plays the plan forward, looking whenever a run of known length ends, and a few
+    times in each slice; a run behind one of unknown length has no entry.
     """
     left, found, at = list(candidates), dict[str, float](), now
     shares = dict(shares)
+    waiting = {one.name for one in left if not (one.holds or one.refused)}
     for _ in range(_MOST_STEPS):
-        begun = {*plan(left, shares, slots, rules, now=at).start}
-        found |= {name: at for name in begun if name not in found}
+        decided = plan(left, shares, slots, rules, now=at)
+        begun, ends = {*decided.start}, {*decided.pause}
+        found |= {name: at for name in begun & waiting if name not in found}
+        if waiting <= found.keys():
+            break
         left = [
             replace(one, holds=True, begun=at) if one.name in begun else one
             for one in left
@@ -182,13 +189,21 @@ def forecast(
         held = [one for one in left if one.holds and one.seconds_left is not None]
         if not held:
             break
-        step = min(one.seconds_left or 0.0 for one in held)
+        lengths = [one.seconds_left or 0.0 for one in held]
+        look = max(rules.slice_seconds / _LOOKS, max(lengths) / (_MOST_STEPS / 2))
+        # A run makes way when its round ends: half a round later, on average.
+        rounds = [one.round_seconds / 2 for one in held if one.name in ends]
+        step = min(*lengths, max(rounds) if rounds else look)
         at += step
         for one in (each for each in left if each.holds):
             share = shares[one.owner]
             used = share.used + step * len(one.sites)
             shares[one.owner] = replace(share, used=used)
         left = [_after(one, step) for one in left]
+        left = [
+            replace(one, holds=False, begun=None, since=at) if one.name in ends else one
+            for one in left
+        ]
         left = [one for one in left if one.seconds_left is None or one.seconds_left > 0]
     return found
 

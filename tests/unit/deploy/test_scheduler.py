@@ -258,3 +258,25 @@ def test_a_forecast_ends_where_a_length_is_unknown():
         [at_work, known, unknown, last], owners, {}, RULES, now=10.0
     )
     assert found == {"known": 110.0, "unknown": 160.0}
+
+
+def test_a_forecast_is_when_turns_really_begin():
+    """Within a quarter, also where runs of equal owners take turns."""
+    owners = shares("ann", "bob", "cyd")
+    site = Sites(dict(owners), round_seconds=20.0)
+    lengths = {"a": ("ann", 900.0), "b": ("bob", 300.0), "c": ("cyd", 50.0)}
+    lengths |= {"d": ("ann", 200.0)}
+    site.runs = [
+        run(name, owner, submitted=index, seconds_left=left, round_seconds=20.0)
+        for index, (name, (owner, left)) in enumerate(lengths.items())
+    ]
+    site.step()
+    found = scheduler.forecast(site.runs, site.owners, {}, RULES, now=site.now)
+    assert found.keys() == {"b", "c", "d"}
+    began = dict[str, float]()
+    while found.keys() - began.keys():
+        site.step()
+        new = site.turns.keys() & found.keys() - began.keys()
+        began |= dict.fromkeys(new, site.now)
+    for name, at in began.items():
+        assert found[name] == pytest.approx(at, rel=0.25), (found, began)

@@ -270,6 +270,33 @@ def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
     )
 
 
+def test_what_a_run_still_takes_follows_its_rounds_and_not_its_start(tmp_path: Path):
+    """Rounds of 3 s, the first of 10, that began 20 s after the coordinator."""
+    sample = event_samples.two_sites(2)
+    (begun,) = (e for e in sample if isinstance(e, RunStarted))
+    (ended, *_) = (e for e in sample if isinstance(e, RoundFinished))
+    rounds = [
+        replace(ended, round_index=index, at=at, seconds=seconds)
+        for index, at, seconds in (
+            *((1, 30.0, 10.0), (2, 33.0, 2.9), (3, 36.0, 2.9), (4, 39.0, 2.9)),
+        )
+    ]
+    job = small_job(num_sites=2, rounds=20)
+    for name in ("a", "b"):
+        folder = RunFolder(tmp_path / "runs" / "small" / name)
+        run_queue.submit(job, folder, at=float(name == "b"))
+    run = RunFolder(tmp_path / "runs" / "small" / "a")
+    run.events.write_text(
+        "".join(f"{to_line(e)}\n" for e in (replace(begun, at=20.0), *rounds))
+    )
+    started(run, 0.5)
+    works, waits = order(tmp_path, {7: RUNNING}, 40.0).candidates
+    assert works.seconds_left == pytest.approx(16 * 3.0 - 1.0)
+    # One that begins has its coordinator to start, too.
+    assert waits.seconds_left == pytest.approx(26.5 + 20 * 3.0)
+    assert works.round_seconds == waits.round_seconds == pytest.approx(3.0)
+
+
 def check(folder: Path, owner: str, priority: int = 0, epsilon: float = 0.0) -> str:
     job = JOB
     if epsilon:
