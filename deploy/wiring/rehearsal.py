@@ -29,11 +29,12 @@ from federation.job.adapter_ranks import contributors, fewest_alike
 from federation.job.spec import JobSpec
 from federation.rounds import cost
 from federation.rounds.local_work import is_by_capacity, moves_data
-from federation.rounds.traffic import SiteFacts, Traffic
+from federation.rounds.traffic import SecureSizes, SiteFacts, Traffic
 from federation.vectors import Layout
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.code_hash import code_hash
 from privacy.secagg.agreement.contract import Contract, colluding_tolerated
+from privacy.secagg.agreement.groups import group_contract, named_groups
 from privacy.secagg.agreement.identity import Identity, generate
 from privacy.secagg.agreement.policy import Group, LocalPolicy
 from privacy.secagg.agreement.roster import RELAY, SITE, Roster, RosterEntry
@@ -274,16 +275,22 @@ def traffic_of(
         stated: What deployed sites hold, whose data are not here.
 
     Returns:
-        None for sums over groups, which the sites draw, and with sites that run apps
-        of Flower, whose answers are unknown here.
+        None for sums over groups that the sites draw, and with sites that run apps of
+        Flower, whose answers are unknown here.
     """
     job = federation.job
     facts = stated or {
         site: SiteFacts(len(train), len(held_out))
         for site, (train, held_out) in federation.site_data.items()
     }
-    if job.has_groups or len(facts) < len(job.sites):
+    is_drawn = job.privacy.secure_aggregation.groups is not None
+    if is_drawn or len(facts) < len(job.sites):
         return None
+    named, grouped = named_groups(job.schedule.groups), dict[SiteId, SecureSizes]()
+    if contract is not None:
+        for group in named.groups:
+            own = sizes(group_contract(contract, group, named.digest))
+            grouped |= dict.fromkeys(group, own)
     if moves_data(job):  # Each can read all of it, and has a part.
         facts = {s: replace(f, train=f.train // len(facts)) for s, f in facts.items()}
     return Traffic(
@@ -295,6 +302,7 @@ def traffic_of(
             if contract is None
             else sizes(contract, by_capacity=is_by_capacity(job))
         ),
+        grouped=grouped,
         measured=measured,
     )
 

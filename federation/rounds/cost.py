@@ -286,35 +286,48 @@ def round_seconds(traffic: Traffic, round_index: int, speeds: Speeds) -> float:
 
     Of a buffered run, the mean time between two models.
     """
-    on_line, found = _relay_seconds(traffic, round_index, speeds), list[float]()
+    on_line, found = _relay_seconds(traffic, round_index, speeds), dict[str, float]()
     stated, job = by_site(speeds), traffic.job
     for name in (SiteId(site.name) for site in job.sites):
         took = site_seconds(traffic, name, round_index, speed_of(stated, name))
         relay = traffic.relay_of(name)
         beyond = on_line[relay.name] if relay else 0.0
-        found.append(sum(took.values()) + beyond)
-    seconds = max(found)
+        found[name] = sum(took.values()) + beyond
+    seconds = max(found.values())
     if job.buffer_size is not None and round_index <= job.rounds:
-        seconds = _between_models(found, job.buffer_size, min(job.rounds, _PLAYED))
+        groups = job.schedule.groups or [(name,) for name in found]
+        parts = [(max(found[s] for s in group), len(group)) for group in groups]
+        models = 1 if round_index == 1 else min(job.rounds, _PLAYED)
+        seconds = _between_models(parts, job.buffer_size, models)
     return seconds + speeds.combine_seconds
 
 
-def _between_models(site_seconds: Sequence[float], size: int, models: int) -> float:
+def _between_models(
+    parts: Sequence[tuple[float, int]], size: int, models: int
+) -> float:
     """Play a buffered run, in which a site waits after its answer for a new model.
 
     Args:
-        site_seconds: What each site takes for an update.
+        parts: What each site, or each group with a sum of its own, takes for its
+            updates, and how many they are.
         size: Updates that make a model.
         models: How many models to make.
+
+    Returns:
+        Seconds from the first model to the last one, over the models between; until the
+        first, if it is the only one.
     """
-    busy, now = [(seconds, i) for i, seconds in enumerate(site_seconds)], 0.0
+    busy, now, first = [(seconds, i) for i, (seconds, _) in enumerate(parts)], 0.0, 0.0
     heapq.heapify(busy)
-    for _ in range(models):
-        waiting = [heapq.heappop(busy) for _ in range(size)]
-        now = waiting[-1][0]
-        for _, i in waiting:
-            heapq.heappush(busy, (now + site_seconds[i], i))
-    return now / models
+    for number in range(models):
+        waiting = list[int]()
+        while sum(parts[i][1] for i in waiting) < size:
+            now, i = heapq.heappop(busy)
+            waiting.append(i)
+        for i in waiting:
+            heapq.heappush(busy, (now + parts[i][0], i))
+        first = first if number else now
+    return now if models == 1 else (now - first) / (models - 1)
 
 
 def _relay_seconds(

@@ -148,6 +148,7 @@ class Traffic:
         layout: Layout of its model; what is frozen is not in its vectors.
         facts: What each site holds.
         secure: Sizes of its messages, if the job has secure aggregation.
+        grouped: Those of each site, where groups have sums of their own.
         measured: Whether sites measure more than time, as they do but in virtual time.
     """
 
@@ -155,6 +156,7 @@ class Traffic:
     layout: Layout
     facts: Mapping[SiteId, SiteFacts]
     secure: SecureSizes | None = None
+    grouped: Mapping[SiteId, SecureSizes] = field(default_factory=dict)
     measured: bool = True
     _shares: dict[tuple[str, int, TaskKind], Mapping[SiteId, tuple[Span, Span]]] = (
         field(default_factory=dict, init=False, repr=False, compare=False)
@@ -185,7 +187,7 @@ class Traffic:
         job = self.job
         if round_index > job.rounds and job.evaluation.every == 0:
             return ()
-        if relay is not None or self.secure is not None:
+        if relay is not None or self._secure(site) is not None:
             return self._exchanges(site, round_index, relay)
         # A message differs by its site's data, ranks and the length of its name.
         key = len(site), self.facts[site], self._ranks.get(site), round_index
@@ -193,10 +195,13 @@ class Traffic:
             self._alike[key] = self._exchanges(site, round_index, None)
         return self._alike[key]
 
+    def _secure(self, site: SiteId) -> SecureSizes | None:
+        return self.grouped.get(site, self.secure)
+
     def _exchanges(
         self, site: SiteId, round_index: int, relay: RelaySpec | None
     ) -> Sequence[Leg]:
-        job, secure = self.job, self.secure
+        job, secure = self.job, self._secure(site)
         kind = TaskKind.TRAIN if round_index <= job.rounds else TaskKind.EVALUATE
         if relay is None:
             down = _span(self._tasks(site, round_index, kind))
@@ -391,7 +396,8 @@ class Traffic:
             if trains and leaves_steps_open(self.job)
             else range(0)
         )
-        secure = 0 if self.secure is None else self.secure.task(index, kind)
+        sizes = self._secure(site)
+        secure = 0 if sizes is None else sizes.task(index, kind)
         begins = secure and index > 1 and keepers(self.job, self.layout, trains=trains)
         return RoundTask(
             run_id=_RUN,
@@ -438,7 +444,8 @@ class Traffic:
     def _answer(
         self, site: SiteId, index: int, kind: TaskKind, end: int
     ) -> SiteMessage:
-        facts, secure, training = self.facts[site], self.secure, self.job.training
+        facts, training = self.facts[site], self.job.training
+        secure = self._secure(site)
         spent = self._spent(index, end)
         held_out = _sums(reported_of(self.job), facts.held_out, end)
         if secure is not None:

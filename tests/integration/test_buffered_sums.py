@@ -16,6 +16,7 @@ from aggregator import buffered_sums
 from aggregator.buffered_sums import BufferedGroups
 from federation.errors import JobError, QuorumNotMet
 from federation.events import (
+    CostPredicted,
     Event,
     ModelEvaluated,
     RoundFinished,
@@ -96,6 +97,8 @@ def test_groups_go_at_their_own_pace():
     assert end.seconds < 0.5 * waits.seconds  # As many updates.
     assert not failures(events)
     assert not of(Warned, events)
+    (predicted,) = of(CostPredicted, events)
+    assert end.seconds == pytest.approx(predicted.seconds, rel=0.05)
 
 
 def test_sums_of_all_groups_are_a_round():
