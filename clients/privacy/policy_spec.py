@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from federation.job.job_keys import key
 from federation.job.privacy_job import LEVELS
+from federation.job.statistics_table import KINDS
 from privacy.secagg.agreement.contract import WEIGHT_RULES
 from privacy.secagg.arithmetic.ring import RING_BITS
 
@@ -14,6 +15,31 @@ FILL_IN = "FILL IN"
 
 # From the weakest promise on.
 UNITS = ("none", "site", "joint", "record", "person")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatisticsPolicySpec:
+    """What the site answers to jobs of statistics.
+
+    Attributes:
+        columns: Columns that may be asked about; `*` stands for any characters.
+        kinds: Kinds of sums that it gives: `counts`, `sums`, `squares`, `products` (for
+            covariances), `histograms`, `categories` and `quantiles`.
+        max_epsilon: Largest epsilon of a run of statistics; `policy.max_epsilon` and
+            `policy.total_epsilon` hold, too.
+        min_count: Fewest of this site's records in a cell of exact statistics. Smaller
+            cells are left out, with others, so that they cannot be computed from the
+            rest; so are columns with fewer values. Records without a value in a column
+            are counted exactly. 1 leaves out nothing.
+        exact_questions: How many different exact questions it answers about its data,
+            over all runs. With differential privacy questions are charged instead.
+    """
+
+    columns: tuple[str, ...] = ("*",)
+    kinds: tuple[str, ...] = KINDS
+    max_epsilon: float | None = key(default=None, above=0.0)
+    min_count: int = key(default=10, low=1)
+    exact_questions: int = key(default=1, low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +109,7 @@ class PolicySpec:
             file beside this one, which must be identical to the job author's. Functions
             named inside options must be listed too. Functions are called with the job's
             options, so never list one that does harm with some options.
+        statistics: What the site answers to jobs of statistics, which add up columns.
     """
 
     privacy: str = key(default="record", choices=UNITS)
@@ -114,6 +141,7 @@ class PolicySpec:
         "clients.data:digits",
         "clients.data:breast_cancer",
     )
+    statistics: StatisticsPolicySpec = StatisticsPolicySpec()
 
     def smallest_group(self, num_sites: int) -> int:
         """Fewest sites that sums together may single out, in a run of this many."""

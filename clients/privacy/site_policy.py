@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from clients.factories import import_factory
@@ -16,6 +17,7 @@ from federation.job import code_files, job_digest, job_file
 from federation.job.adapter_ranks import contributors, fewest_contributors
 from federation.job.metrics import BUILT_IN, TRAINER, is_function
 from federation.job.spec import JobSpec
+from federation.job.statistics_checks import table as table_of
 from federation.rounds.local_work import bounds, is_by_capacity, leaves_steps_open
 from federation.vectors import Layout
 from federation.wire.frame import MAX_TEXT_CHARS
@@ -81,7 +83,10 @@ def check_job(
     """
     if site not in {spec.name for spec in job.sites}:
         raise JobError(f"site {site!r} is not named by this job", key="sites")
-    rules = (_privacy_faults, _secrecy_faults, _work_faults, _sum_faults)
+    rules = (
+        *(_privacy_faults, _secrecy_faults, _work_faults, _sum_faults),
+        _statistics_faults,
+    )
     faults = _errors((fault for rule in rules for fault in rule(job, policy)), site)
     faults += function_faults(job, policy, site, has_data=has_data)
     if faults:
@@ -525,6 +530,39 @@ def _arithmetic_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         accepted = ", ".join(map(repr, policy.weight_rules))
         demand = f"accepts the weights {accepted} (policy.weight_rules)"
         yield _WEIGHTS, demand, {"weight_rules": [*policy.weight_rules, weights]}
+
+
+def _statistics_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
+    """Which columns are asked about, and how."""
+    if job.statistics is None:
+        return
+    allowed, asked = policy.statistics, table_of(job)
+    target = job.privacy.differential_privacy.target_epsilon or 0.0
+    most = allowed.max_epsilon or target
+    hidden = [
+        column
+        for column in asked.columns
+        if not any(fnmatchcase(column.name, each) for each in allowed.columns)
+    ]
+    parts = [p.name for p in asked.stages[0].parts if p.most]
+    refused = [name for name in parts if name not in allowed.kinds]
+    remedy = {
+        "statistics": {
+            "columns": [*allowed.columns, *(column.name for column in hidden)],
+            "kinds": [*allowed.kinds, *refused],
+            **({"max_epsilon": target} if target > most else {}),
+        }
+    }
+    if hidden:
+        names = ", ".join(f"{column.name!r:.80}" for column in hidden)
+        demand = "answers nothing about (policy.statistics.columns)"
+        yield hidden[0].place, f"{demand}: {names}", remedy
+    if refused:
+        demand = f"gives no {', '.join(refused)} (policy.statistics.kinds)"
+        yield "statistics", demand, remedy
+    if target > most:
+        demand = f"allows {most:g} for statistics (policy.statistics.max_epsilon)"
+        yield _TARGET, f"{demand}, but the job has {target:g}", remedy
 
 
 def _noise_faults(job: JobSpec, policy: PolicySpec) -> _Faults:

@@ -8,9 +8,11 @@ float64 whatever the order, and a matrix product computes them.
 Shape suffixes: k columns, r records of a block, v sums of a part.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from clients.statistics.columns import SiteColumns
@@ -34,7 +36,8 @@ from federation.job.statistics_table import (
 
 _BLOCK = 1 << 14
 _HALF_BITS = 15
-_FINE_BITS = 16  # COARSE * FINE bins of the range
+_FINE_BITS = 15  # COARSE * FINE bins of the range
+_CLOSE = 1e-3  # Of a bin's width: far more than rounding moves a value.
 
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -53,20 +56,10 @@ def sums_of(table: Table, stage: Stage, data: SiteColumns, before: Sums) -> Sums
         fine_v = _fine(table, data, before)
         return {SITES: [1], QUANTILES: fine_v.tolist()}
     found = _Sums(table)
-    for values_kr in _blocks(table.numbers, data):
-        found.add(values_kr)
+    for start in range(0, data.size, _BLOCK):
+        found.add(data, slice(start, min(start + _BLOCK, data.size)))
     parts = {SITES: [1], **found.parts(data)}
     return {p.name: parts[p.name] for p in stage.parts}
-
-
-def _blocks(columns: Sequence[Column], data: SiteColumns) -> Iterator[Array]:
-    """Values of all columns of numbers, block by block, NaN where one is missing."""
-    for start in range(0, data.size, _BLOCK):
-        rows = slice(start, min(start + _BLOCK, data.size))
-        values_kr = np.empty((len(columns), rows.stop - rows.start))
-        for at, column in enumerate(columns):
-            values_kr[at] = data.numbers[column.name][rows]
-        yield values_kr
 
 
 class _Sums:
@@ -75,8 +68,6 @@ class _Sums:
     def __init__(self, table: Table) -> None:
         self._table = table
         columns, num = table.numbers, len(table.numbers)
-        bounds = np.array([c.spec.bounds for c in columns]).reshape(num, 2)
-        self._low, self._high = bounds[:, :1], bounds[:, 1:]
         self._edges = [np.array(c.spec.bin_edges) for c in columns]
         self._complete = 0
         self._counts = np.zeros((3, num), np.int64)  # present, below, above
@@ -88,46 +79,65 @@ class _Sums:
             np.zeros(COARSE * bool(c.spec.quantiles), np.int64) for c in columns
         ]
 
-    def add(self, values_kr: Array) -> None:
-        """Add a block of records."""
-        missing_kr = np.isnan(values_kr)
-        self._counts[0] += (~missing_kr).sum(axis=1)
-        self._counts[1] += (values_kr < self._low).sum(axis=1)
-        self._counts[2] += (values_kr > self._high).sum(axis=1)
-        np.clip(values_kr, self._low, self._high, out=values_kr)
-        self._add_bins(values_kr, missing_kr)
-        units_kr = on_grid(self._table, values_kr, self._low, self._high)
-        self._sums[0] += units_kr.sum(axis=1).astype(np.int64)
-        high_kr = np.rint(units_kr * 2.0**-_HALF_BITS)
-        low_kr = units_kr - high_kr * 2.0**_HALF_BITS
-        for at, (a, b) in enumerate(
-            ((high_kr, high_kr), (high_kr, low_kr), (low_kr, low_kr))
-        ):
-            self._squares[at] += np.einsum("kr,kr->k", a, b).astype(np.int64)
-        whole_r = ~missing_kr.any(axis=0)
+    def add(self, data: SiteColumns, rows: slice) -> None:
+        """Add a block of records, column by column: a column stays in the cache."""
+        num, size = len(self._table.numbers), rows.stop - rows.start
+        num_kept = num if self._table.covariances else 1
+        high_kr, low_kr = np.empty((num_kept, size)), np.empty((num_kept, size))
+        units_kr = np.empty((num_kept, size))
+        whole_r = np.ones(size, np.bool_)
+        for at, column in enumerate(self._table.numbers):
+            values_r = np.array(data.numbers[column.name][rows], np.float64)
+            missing_r = self._add_values(at, column, values_r)
+            if missing_r is not None:
+                whole_r &= ~missing_r
+            kept = at if self._table.covariances else 0
+            units_r, high_r, low_r = units_kr[kept], high_kr[kept], low_kr[kept]
+            on_grid(self._table, column, values_r, missing_r, out=units_r)
+            self._sums[0, at] += int(units_r.sum())
+            np.multiply(units_r, 2.0**-_HALF_BITS, out=high_r)
+            np.rint(high_r, out=high_r)
+            np.multiply(high_r, -(2.0**_HALF_BITS), out=low_r)
+            np.add(low_r, units_r, out=low_r)
+            for row, (a_r, b_r) in enumerate(_pairs(high_r, low_r)):
+                self._squares[row, at] += int(torch.dot(a_r, b_r))
         self._complete += int(whole_r.sum())
         if self._table.covariances:
             if not whole_r.all():
-                high_kr, low_kr = high_kr[:, whole_r], low_kr[:, whole_r]
-                units_kr = units_kr[:, whole_r]
+                parts = (units_kr, high_kr, low_kr)
+                units_kr, high_kr, low_kr = (part[:, whole_r] for part in parts)
             self._sums[1] += units_kr.sum(axis=1).astype(np.int64)
-            self._products[0] += (high_kr @ high_kr.T).astype(np.int64)
-            self._products[1] += (high_kr @ low_kr.T).astype(np.int64)
-            self._products[2] += (low_kr @ low_kr.T).astype(np.int64)
+            for row, (a_kr, b_kr) in enumerate(_pairs(high_kr, low_kr)):
+                self._products[row] += (a_kr @ b_kr.T).numpy().astype(np.int64)
 
-    def _add_bins(self, values_kr: Array, missing_kr: NDArray[np.bool_]) -> None:
-        for at, column in enumerate(self._table.numbers):
-            if not (len(self._bins[at]) or len(self._coarse[at])):
-                continue
-            values_r = values_kr[at]
-            if missing_kr[at].any():
-                values_r = values_r[~missing_kr[at]]
-            if len(self._bins[at]):
-                found = _bin(values_r, self._edges[at], equal=not column.spec.edges)
-                self._bins[at] += np.bincount(found, minlength=len(self._bins[at]))
-            if len(self._coarse[at]):
-                found = _fine_bins(self._table, column, values_r) // FINE
-                self._coarse[at] += np.bincount(found, minlength=COARSE)
+    def _add_values(
+        self, at: int, column: Column, values_r: Array
+    ) -> NDArray[np.bool_] | None:
+        """Count a column's values and clip them, in place.
+
+        Returns:
+            Which are missing; None if none is.
+        """
+        low, high = column.spec.bounds
+        least, most = values_r.min(), values_r.max()  # NaN if there is one.
+        missing_r, known_r = None, values_r
+        if math.isnan(least):
+            missing_r = np.isnan(values_r)
+            known_r = values_r[~missing_r]
+        self._counts[0, at] += known_r.size
+        if not (least >= low and most <= high):
+            self._counts[1, at] += int((known_r < low).sum())
+            self._counts[2, at] += int((known_r > high).sum())
+            np.clip(values_r, low, high, out=values_r)
+            known_r = values_r if missing_r is None else values_r[~missing_r]
+        if len(self._bins[at]):
+            found = _bin(known_r, self._edges[at], equal=not column.spec.edges)
+            self._bins[at] += np.bincount(found, minlength=len(self._bins[at]))
+        if len(self._coarse[at]):
+            found = _fine_bins(self._table, column, known_r)
+            found >>= _FINE_BITS - COARSE.bit_length() + 1
+            self._coarse[at] += np.bincount(found, minlength=COARSE)
+        return missing_r
 
     def parts(self, data: SiteColumns) -> Sums:
         """Sums of all parts, in the order of the table."""
@@ -157,17 +167,33 @@ class _Sums:
         }
 
 
+def _pairs(high: Array, low: Array) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What is multiplied: with torch, whose threads are the job's."""
+    p, q = torch.from_numpy(high), torch.from_numpy(low)
+    return [(p, p), (p, q), (q, q)]
+
+
 def _joined(high: int, mixed: int, low: int) -> int:
     return (high << 2 * _HALF_BITS) + (mixed << _HALF_BITS) + low
 
 
-def on_grid(table: Table, values_kr: Array, low_k: Array, high_k: Array) -> Array:
-    """Whole numbers from -2^h to 2^h for values within bounds; 0 for NaN."""
+def on_grid(
+    table: Table,
+    column: Column,
+    values_r: Array,
+    missing_r: NDArray[np.bool_] | None,
+    *,
+    out: Array,
+) -> None:
+    """Write clipped values as whole numbers from -2^h to 2^h, 0 for a missing one."""
+    low, high = column.spec.bounds
     scale = 2.0**table.grid_bits
-    units_kr = (2 * values_kr - (low_k + high_k)) * (scale / (high_k - low_k))
-    np.rint(units_kr, out=units_kr)
-    np.clip(units_kr, -scale, scale, out=units_kr)
-    return np.nan_to_num(units_kr, copy=False, nan=0.0)
+    np.multiply(values_r, 2 * scale / (high - low), out=out)
+    np.subtract(out, (low + high) * (scale / (high - low)), out=out)
+    np.rint(out, out=out)
+    np.clip(out, -scale, scale, out=out)
+    if missing_r is not None:
+        out[missing_r] = 0.0
 
 
 def _bin(values_r: Array, edges: Array, *, equal: bool) -> Integers:
@@ -175,24 +201,29 @@ def _bin(values_r: Array, edges: Array, *, equal: bool) -> Integers:
     last = len(edges) - 2
     if not equal:
         places: Integers = np.searchsorted(edges, values_r, side="right") - 1
-        return np.minimum(places, last, out=places)
-    # A division finds the bin but for rounding, as in numpy.histogram.
-    scale = (last + 1) / (edges[-1] - edges[0])
-    found: Integers = np.clip(((values_r - edges[0]) * scale).astype(np.int64), 0, last)
-    found -= values_r < edges[found]
-    found += (values_r >= edges[found + 1]) & (found < last)
+        np.minimum(places, last, out=places)
+        return places
+    # A division finds the bin, but for values that rounding may move over an edge.
+    place_r = (values_r - edges[0]) * ((last + 1) / (edges[-1] - edges[0]))
+    found: Integers = place_r.astype(np.int64)
+    np.minimum(found, last, out=found)
+    np.subtract(place_r, np.rint(place_r), out=place_r)
+    close = np.flatnonzero(np.abs(place_r, out=place_r) < _CLOSE)
+    if close.size:
+        there = np.searchsorted(edges, values_r[close], side="right") - 1
+        found[close] = np.minimum(there, last)
     return found
 
 
 def _fine_bins(table: Table, column: Column, values_r: Array) -> Integers:
-    """Which of 65,536 equal bins of the range each value is in."""
-    low, high = column.spec.bounds
-    clipped_r = np.clip(values_r, low, high)
-    units_r = on_grid(table, clipped_r, np.array(low), np.array(high))
-    shifted_r = units_r.astype(np.int64) + (1 << table.grid_bits)
-    shifted_r >>= table.grid_bits + 1 - _FINE_BITS
-    found: Integers = np.minimum(shifted_r, (1 << _FINE_BITS) - 1)
-    return found
+    """Which of 32,768 equal bins of the range each clipped value is in."""
+    units_r = np.empty(values_r.shape)
+    on_grid(table, column, values_r, None, out=units_r)
+    shifted_r: Integers = units_r.astype(np.int64)
+    shifted_r += 1 << table.grid_bits
+    np.right_shift(shifted_r, table.grid_bits + 1 - _FINE_BITS, out=shifted_r)
+    np.minimum(shifted_r, (1 << _FINE_BITS) - 1, out=shifted_r)
+    return shifted_r
 
 
 def _fine(table: Table, data: SiteColumns, before: Sums) -> Integers:
@@ -209,8 +240,9 @@ def _fine(table: Table, data: SiteColumns, before: Sums) -> Integers:
 
 
 def _fine_bins_of(table: Table, column: Column, data: SiteColumns) -> Integers:
-    values = np.asarray(data.numbers[column.name], np.float64)
-    return _fine_bins(table, column, values[~np.isnan(values)])
+    values = np.array(data.numbers[column.name], np.float64)
+    clipped = np.clip(values[~np.isnan(values)], *column.spec.bounds)
+    return _fine_bins(table, column, clipped)
 
 
 def _cells(column: Column, codes: Mapping[str, NDArray[np.int32]]) -> list[int]:

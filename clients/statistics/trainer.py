@@ -9,6 +9,7 @@ for updates, from masks to resuming, holds for them. With differential privacy,
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Unpack
 
 import numpy as np
@@ -16,10 +17,11 @@ import numpy as np
 from clients.data.datasets import Dataset
 from clients.randomness import RandomBytes
 from clients.statistics import columns
+from clients.statistics.small_cells import hide_small
 from clients.statistics.sums import sums_of
 from federation.errors import ProtocolError
 from federation.ids import SiteId
-from federation.job.statistics_table import Sums, Table
+from federation.job.statistics_table import Stage, Sums, Table
 from federation.messages import MetricSums, PrivacySpent
 from federation.protocols import (
     FitArguments,
@@ -43,6 +45,8 @@ class StatisticsTrainer:
         layout: Layout,
         train: Dataset,
         noise_multiplier: float | None = None,
+        least_count: int = 1,
+        tell: Callable[[str], None] = _LOG.info,
         random_bytes: RandomBytes = os.urandom,
     ) -> None:
         """Read the columns of a site's training records.
@@ -53,6 +57,8 @@ class StatisticsTrainer:
             layout: Layout of the update.
             train: The records.
             noise_multiplier: Noise of a round; None for exact sums.
+            least_count: Fewest records in a cell of exact sums.
+            tell: Takes what is about to leave, for the site's operator.
             random_bytes: Source of the keys of the noise.
 
         Raises:
@@ -62,6 +68,8 @@ class StatisticsTrainer:
         self._layout = layout
         self._columns = columns.read(table, train, site, _LOG.warning)
         self._noise = noise_multiplier
+        self._least = least_count
+        self._tell = tell
         self._random_bytes = random_bytes
 
     def layout(self) -> Layout:
@@ -102,12 +110,27 @@ class StatisticsTrainer:
             exact = {name: np.array(part, np.int64) for name, part in sums.items()}
             noised = noise.release(exact, self._random_bytes)
             sums = {name: part.tolist() for name, part in noised.items()}
+        elif self._least > 1:
+            sums = hide_small(self._table, sums, self._least)
+        self._tell(self._told(arguments["round_index"], stage))
         return LocalUpdate(
             update_d=self._table.write(stage, sums),
             integers_m=integers_m,
             num_examples=self._columns.size,
             num_steps=1,
             training=None,
+        )
+
+    def _told(self, round_index: int, stage: Stage) -> str:
+        """Say, for the site's operator, what is about to leave."""
+        parts = ", ".join(f"{p.size:,} {p.name}" for p in stage.parts if p.most)
+        names = ", ".join(column.name for column in self._table.columns)
+        how = "exact" + ", without small cells" * (self._least > 1)
+        if self._noise is not None:
+            how = f"with noise of multiplier {self._noise:.4g}"
+        return (
+            f"answers statistics in round {round_index}: {parts} ({how}), of the "
+            f"columns {names}"
         )
 
     def evaluate(

@@ -1,5 +1,6 @@
 """Model and data of a job on one machine, ready for its sites."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +67,8 @@ class Federation:
             ``TorchTrainer``.
         kept_steps: Keeps the steps of a round that a site cannot end; see there.
         allocate: Makes vectors of what a site's updates have left out.
+        least_count: Fewest records of a site in a cell of exact statistics.
+        tell: Takes what a site answers to jobs of statistics, for its operator.
     """
 
     job: JobSpec
@@ -75,6 +78,8 @@ class Federation:
     ends_early: Callable[[], bool] = never
     kept_steps: KeptSteps | None = None
     allocate: Allocate = in_memory
+    least_count: int = 1
+    tell: Callable[[str], None] = logging.getLogger(__name__).info
 
     def trainer(self, name: SiteId) -> Trainer:
         """Make a site's trainer, without privacy for single records."""
@@ -122,6 +127,8 @@ class Federation:
             layout=self.pool.layout,
             train=train,
             noise_multiplier=noise_multiplier,
+            least_count=self.least_count,
+            tell=self.tell,
         )
 
     def site(

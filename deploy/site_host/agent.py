@@ -507,6 +507,8 @@ class SiteAgent:
             allocate=scratch.allocator(
                 self.config.file.disk_mib, self.config.folder / "scratch"
             ),
+            least_count=config.file.policy.statistics.min_count,
+            tell=lambda text: self.listener(f"run {run_id}: {text}"),
         )
         return ProposedRun(
             run_id=run_id,

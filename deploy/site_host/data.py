@@ -21,6 +21,7 @@ from clients.privacy.ledger_memory import note_content, one_budget
 from clients.privacy.policy_spec import FILL_IN
 from clients.privacy.site_memory import SiteMemory
 from clients.privacy.site_policy import rehearses
+from clients.statistics import columns
 from clients.training.local_federation import Federation, SiteData
 from clients.user_code import unable_to_exit
 from deploy.site_host.config import SiteFile
@@ -32,6 +33,7 @@ from federation.ids import SiteId
 from federation.job.code_files import unpinned
 from federation.job.metrics import is_function
 from federation.job.spec import JobSpec, SiteDataSpec
+from federation.job.statistics_checks import table
 from federation.rounds.local_work import moves_data
 
 _LOG = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
         watch: Notes what the store is used for that holds them.
 
     Raises:
+        SiteError: They lack columns that a job of statistics asks about.
         JobError: They would be at an address from someone else, or their source has
             loaded another tokeniser than the job names; or they cannot be loaded, and
             only the site's log says why.
@@ -60,6 +63,8 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
         data = _own(file, job, watch)
     else:
         data = _rehearsed(file, job)
+    if job.statistics is not None:
+        columns.read(table(job), data[0], SiteId(file.name), _LOG.warning)
     note = note_on_persons(job, data[0])
     if note:
         _LOG.warning("site %s: %s", file.name, note)

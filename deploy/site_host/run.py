@@ -18,6 +18,7 @@ from clients.privacy.ledger_memory import (
 )
 from clients.privacy.level_seal import seal_of
 from clients.privacy.policy_spec import PolicySpec
+from clients.privacy.questions import note_question
 from clients.privacy.ring_seal import Protection
 from clients.privacy.site_memory import (
     ConfirmedMemory,
@@ -143,6 +144,14 @@ def open_run(
             met, identity=identity, folder=folder, clock=clock, stated=stated
         )
         stack.enter_context(private)
+    if job.statistics is not None and private is None:
+        note_question(
+            site_memory(config),
+            name_data(config),
+            job,
+            met.federation.site_data[name][0],
+            most=config.file.policy.statistics.exact_questions,
+        )
     promise = None if private is None else _promise(private, config.file.policy)
     make_trainer = _trainer_maker(met.federation, private, config.file, stack)
     if private is not None:  # And its ledger is open.

@@ -25,6 +25,9 @@ AGGREGATORS = ("aggregation.combine", "schedule.sampling")
 
 _FORM = re.compile(r"((?:\.{1,2}/|/)[^@:\0]*\.py)(?:@([0-9a-f]{64}))?:([A-Za-z_]\w*)")
 
+# The table whose texts are names of columns and categories, which nothing imports.
+_DATA = "statistics"
+
 Sources = Mapping[str, tuple[str, bytes]]
 
 
@@ -106,6 +109,8 @@ def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, value
     elif isinstance(value, Mapping):
         for name, inner in value.items():
+            if name == _DATA and not key:
+                continue
             if isinstance(name, str):
                 yield key, name
             yield from texts(inner, f"{key}.{name}".lstrip("."))

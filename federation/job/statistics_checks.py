@@ -16,13 +16,7 @@ from federation.job.statistics_job import (
     StatisticsSpec,
 )
 from federation.job.statistics_table import (
-    CATEGORIES,
-    COUNTS,
-    HISTOGRAMS,
-    PRODUCTS,
-    QUANTILES,
-    SQUARES,
-    SUMS,
+    KINDS,
     Table,
     table_of,
 )
@@ -30,7 +24,6 @@ from federation.job.statistics_table import (
 FACTORY = "clients.models:sums"
 _SPARE_ROUNDS = 2  # Lost rounds that a run survives.
 _MOST_VALUES = 250_000  # That an update has, of 4 bytes each.
-_SPLIT = (COUNTS, SUMS, SQUARES, PRODUCTS, HISTOGRAMS, CATEGORIES, QUANTILES)
 
 
 def table(job: JobSpec) -> Table:
@@ -150,7 +143,7 @@ def _faults(spec: StatisticsSpec) -> Iterator[JobError]:
         rules |= {f"{key}.{text}": fault for text, fault in of(column).items()}
     rules |= {
         f"statistics.split.{name}: is not a number above 0 for one of "
-        f"{', '.join(_SPLIT)}": name not in _SPLIT or share <= 0
+        f"{', '.join(KINDS)}": name not in KINDS or share <= 0
         for name, share in spec.split.items()
     }
     yield from broken(rules)

@@ -26,7 +26,7 @@ from federation.vectors import Vector
 Sums = Mapping[str, Sequence[int]]
 
 MAX_RECORDS = 1 << 28  # of a site
-COARSE, FINE = 256, 256  # Bins that find a quantile: of the range, of one such bin.
+COARSE, FINE = 256, 128  # Bins that find a quantile: of the range, of one such bin.
 # Bits of h. With noise the grid is far finer than the noise even so, and the noise of
 # products fits into 48 bits.
 _GRID_BITS, _NOISED_GRID_BITS = 30, 16
@@ -37,6 +37,7 @@ _MOST_NORM = 8.0  # Of an update; sites accept 10.
 SITES = "sites"  # Each site adds 1, and no noise: how many sites a sum has.
 COUNTS, SUMS, SQUARES, PRODUCTS = "counts", "sums", "squares", "products"
 HISTOGRAMS, CATEGORIES, QUANTILES = "histograms", "categories", "quantiles"
+KINDS = (COUNTS, SUMS, SQUARES, PRODUCTS, HISTOGRAMS, CATEGORIES, QUANTILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

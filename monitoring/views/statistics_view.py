@@ -285,7 +285,10 @@ def _quantiles(asked: Table, sums: Sequence[Sums]) -> dict[str, dict[str, float]
     for column, quantile, at, rank, below in windows(asked, sums[0]):
         low, high = column.spec.bounds
         upto, bin_ = below, FINE - 1
-        for number, size in enumerate([next(fine) for _ in range(FINE)]):
+        sizes = [next(fine) for _ in range(FINE)]
+        if not any(sizes):  # Sites have hidden them: none is known.
+            bin_ = FINE // 2
+        for number, size in enumerate(sizes):
             upto += size
             if upto >= rank:
                 bin_ = min(bin_, number)

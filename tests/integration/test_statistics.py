@@ -91,7 +91,7 @@ def test_sums_are_those_of_all_records_together(folder: Path, privacy: dict[str,
         assert (column.below, column.above) == (0, 0)
         for quantile, value in column.quantiles.items():
             exact = np.quantile(known, float(quantile), method="inverted_cdf")
-            assert value == pytest.approx(exact, abs=(high - low) / 65536)
+            assert value == pytest.approx(exact, abs=(high - low) / 32768)
     counts = np.histogram(pooled["age"], np.linspace(0, 110, 12))[0]
     assert by_name["age"].histogram == tuple(counts)
     sexes = dict(zip(*np.unique(pooled["sex"], return_counts=True), strict=True))

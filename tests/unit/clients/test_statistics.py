@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 from clients.data.tables import Table as Rows, words_of
+from clients.privacy.questions import note_question
+from clients.privacy.site_memory import InMemory
 from clients.statistics.columns import read
+from clients.statistics.small_cells import hide_small
 from clients.statistics.sums import sums_of
-from federation.errors import SiteError
+from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.statistics_checks import table
@@ -164,3 +167,70 @@ def test_a_site_without_records_adds_nothing():
     assert sums.pop("sites") == [1]
     assert not any(map(any, sums.values()))
     assert not any(sums_of(part_of, part_of.stages[1], data, sums)["quantiles"])
+
+
+def hidden(least: int = 10, **columns: Any) -> dict[str, list[int]]:
+    part_of = asked({**AGE, "bins": 5}, {**SEX, "categories": ["0", "1"]})
+    data = read(part_of, rows(**columns), SITE, lambda _: None)
+    sums = sums_of(part_of, part_of.stages[0], data, {})
+    return {n: list(p) for n, p in hide_small(part_of, sums, least).items()}
+
+
+def test_no_small_cell_is_shown_nor_left_over():
+    """Of a subgroup of one, neither its cell nor its difference from the total."""
+    ages = [5.0] * 40 + [25.0] * 12 + [45.0] + [95.0] * 20
+    found = hidden(age=ages, sex=[0] * 72 + [1])
+    # The 1 is hidden, and the 12 with it: 13 records could be either.
+    assert found["histograms"] == [40, 0, 0, 0, 20]
+    assert found["categories"] == [0, 0, 0]  # All 73: m would be left over.
+    enough = hidden(age=ages * 10, sex=[0] * 720 + [1] * 10)
+    assert enough["histograms"] == [400, 120, 10, 0, 200]
+    assert enough["categories"] == [720, 10, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_hidden_cells_are_enough_together(seed: int):
+    rng = np.random.default_rng(seed)
+    ages = rng.choice([5.0, 25.0, 45.0, 65.0, 95.0], 80, p=rng.dirichlet([0.5] * 5))
+    shown = hidden(age=ages, sex=rng.integers(0, 2, 80))["histograms"]
+    exact = np.histogram(ages, np.linspace(0, 100, 6))[0].tolist()
+    assert all(
+        s in {0, e} and not 0 < s < 10 for s, e in zip(shown, exact, strict=True)
+    )
+    gone = sum(exact) - sum(shown)
+    assert gone == 0 or gone >= 10
+
+
+def test_a_column_of_few_values_and_a_site_of_few_records_say_nothing():
+    few = hidden(age=[50.0] * 9 + [math.nan] * 30, sex=[0] * 39)
+    assert not any(few["sums"])
+    assert not any(few["products"])
+    assert few["counts"] == [39, 0, 0, 39, 0, 0]
+    alone = hidden(age=[50.0] * 9, sex=[0] * 9)
+    assert alone.pop("sites") == [1]
+    assert not any(map(any, alone.values()))
+    beyond = hidden(age=[120.0] * 9 + [50.0] * 30, sex=[0] * 39)
+    assert beyond["counts"][-2:] == [0, 0]
+
+
+def test_exact_questions_are_few_and_not_repeated_on_other_data():
+    """Overlapping bins and rows that changed are refused; the same is answered."""
+    memory, data = InMemory(), {"age": [5.0, 25.0, 45.0], "sex": [0, 1, 0]}
+
+    def ask(bins: int = 5, most: int = 1, dataset: str = "d", **changed: Any) -> None:
+        columns = [{**AGE, "bins": bins}]
+        document = {"name": f"job-{bins}", "sites": [{"name": SITE}, {"name": "b"}]}
+        job = job_file.parse({**document, "statistics": {"columns": columns}})
+        note_question(memory, dataset, job, rows(**{**data, **changed}), most=most)
+
+    ask()
+    ask()  # A restart, or the same run for other sites: see cohorts.
+    ask(sex=[1, 1, 1])  # Not asked about.
+    with pytest.raises(JobError, match=r"single records.*exact_questions"):
+        ask(bins=6)
+    with pytest.raises(JobError, match="records that changed"):
+        ask(age=[5.0, 25.0, 46.0])
+    with pytest.raises(JobError, match="records that changed"):
+        ask(age=[5.0, 25.0], sex=[0, 1])
+    ask(bins=6, most=2)
+    ask(bins=6, dataset="other")

@@ -18,10 +18,10 @@ from support.small_jobs import small_job
 from clients import models
 from clients.models.model_pool import ModelPool
 from clients.privacy import site_policy
-from clients.privacy.policy_spec import UNITS, PolicySpec
+from clients.privacy.policy_spec import UNITS, PolicySpec, StatisticsPolicySpec
 from federation.errors import JobError
 from federation.ids import SiteId
-from federation.job import job_digest
+from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
 from federation.wire import frame as wire
 from privacy.secagg.agreement.contract import Contract
@@ -66,10 +66,10 @@ def refused(job: JobSpec, site: SiteId = SITE, **policy: Any) -> tuple[str, str]
 
 def remedied(policy: PolicySpec, error: JobError) -> PolicySpec:
     """A policy with the values that an error says would accept the job."""
-    values = error.remedy.items()
-    return replace(
-        policy, **{key.removeprefix("policy."): each for key, each in values}
-    )
+    values = {k.removeprefix("policy."): each for k, each in error.remedy.items()}
+    if "statistics" in values:
+        values["statistics"] = StatisticsPolicySpec(**values["statistics"])
+    return replace(policy, **values)
 
 
 def test_the_last_ranks_of_few_sites_are_refused():
@@ -782,3 +782,28 @@ def test_every_demand_reaches_the_policy_of_contracts():
         noise_share=None,
     )
     assert (nobody.epsilon_cap, nobody.max_delta) == (math.inf, 1.0)
+
+
+def test_statistics_are_refused_by_column_kind_and_epsilon():
+    """Names of columns and categories that look like functions are called by nobody."""
+    columns: list[dict[str, Any]] = [
+        {"names": ["age", "lab.crp"], "low": 0.0, "high": 9.0, "bins": 3},
+        {"names": ["os:system"], "categories": ["./x.py:f", "a:b"]},
+    ]
+    names = [{"name": f"site-{at}"} for at in range(3)]
+    document = {"name": "s", "statistics": {"columns": columns}, "sites": names}
+    secure = {"secure_aggregation": {"enabled": True}}
+    job = job_file.parse({**document, "privacy": secure})
+    open_ = {"privacy": "none", "functions": PolicySpec().functions}
+    site_policy.check_job(job, PolicySpec(**open_), SITE)
+
+    def says(job: JobSpec, **keys: Any) -> str:
+        spec = StatisticsPolicySpec(**keys)
+        return refused(job, **{**open_, "statistics": spec})[1]
+
+    assert "'os:system'" in says(job, columns=("age", "lab.*"))
+    assert "histograms" in says(job, kinds=("counts", "sums", "squares", "categories"))
+    dp = {"differential_privacy": {"unit": "record", "target_epsilon": 3.0}}
+    assert "2" in says(
+        job_file.parse({**document, "privacy": secure | dp}), max_epsilon=2.0
+    )

@@ -1,0 +1,80 @@
+"""Statistics of real processes, whose operators say what they answer."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.deployment import Deployment, crossfed_here, deployed, wait_for
+from support.programs import needs
+
+from clients.data import breast_cancer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.deploy,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("deployed"),
+    needs("nginx"),
+]
+
+SITES = ("site-a", "site-b", "site-c")
+POLICY = """
+privacy = "none"
+min_sites = 3
+statistics = { min_count = 1, columns = ["?"] }
+"""
+JOB = """
+name = "survey"
+data = { source = "clients.data:breast_cancer" }
+privacy = { secure_aggregation = { enabled = true } }
+[[statistics.columns]]
+names = ["0", "1"]
+low = -5
+high = 9
+bins = 7
+quantiles = [0.5]
+"""
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployed(tmp_path_factory.mktemp("federation"), POLICY, sites=SITES) as made:
+        yield made
+
+
+def test_sites_answer_one_exact_question_and_say_so(
+    federation: Deployment, tmp_path: Path
+):
+    """A coordinator that is killed between the rounds changes nothing of it."""
+    job = tmp_path / "job.toml"
+    job.write_text(JOB + "".join(f'[[sites]]\nname = "{s}"\n' for s in SITES))
+    follower = federation.run(job)
+    wait_for(lambda: federation.rounds() >= 1, "the first round is over")
+    federation.kill_child("coordinator_process")
+    out, err = follower.communicate(timeout=400)
+    assert follower.returncode == 0, err
+    assert json.loads(out)["status"] == "completed"
+    root = str(federation.folder / "aggregator" / "runs")
+    shown = crossfed_here("stats", "survey", "--root", root, "--json").stdout
+    found = json.loads(shown)
+    train, _ = breast_cancer()
+    values = np.asarray(train.inputs)[:, 0].astype(float)
+    assert found["records"] == len(values)
+    assert found["columns"][0]["mean"] == pytest.approx(values.mean(), abs=1e-7)
+    edges = np.linspace(-5, 9, 8)
+    assert found["columns"][0]["histogram"] == np.histogram(values, edges)[0].tolist()
+    log = (federation.folder / "site-a.log").read_text()
+    assert "answers statistics in round" in log
+    assert "14 histograms" in log
+    assert "columns 0, 1" in log
+
+    follower = federation.run(job, "statistics.columns.0.bins=8")
+    _, err = follower.communicate(timeout=400)
+    assert follower.returncode != 0
+    assert "exact questions" in err
+    follower = federation.run(job, 'statistics.columns.0.names=["10"]')
+    _, err = follower.communicate(timeout=400)
+    assert follower.returncode != 0
+    assert "policy.statistics.columns" in err
