@@ -6,30 +6,34 @@ without open tasks makes new keys where these are due, and then gets the newest 
 answers of other groups are folded meanwhile::
 
     each group   S1, S2 if keys are due    R1 model out, masked updates back
+                 with a threshold below the group's size also: R2, R3
     each model   sums of at least ``schedule.buffer_size`` updates
 
-All sites of a group must answer (P1). Where one does not, the group's round is lost,
-and the group gets the next model. A round has the number of the model that comes next
+Where fewer sites of a group answer than the threshold, the group's round is lost, and
+the group gets the next model. A round has the number of the model that comes next
 when it begins, so no group is asked twice under one number, and what is open when an
 aggregator dies is never asked for again: no sum counts twice.
 
-A group's sums are all over the same sites, and those of two groups over none that are
-the same, so that no two differ by a few. As in synchronous rounds, the aggregator
+A group's sums are all over the same sites but those that drop out, which its sites
+judge as in ``secure_sum``, and those of two groups over none that are the same, so that
+no two differ by a few more. As in synchronous rounds, the aggregator
 sees how one sum after another depends on the model that it sent.
 
 Shape suffixes: d float values of the model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from aggregator.blame import Blame
 from aggregator.combine import combine_rule
 from aggregator.group_sums import GroupGather, OpenGroup, losing_the_setup, pooled
 from aggregator.masked_round import MaskedRound, OpenedSum
-from aggregator.secure_exchange import losing_the_round
+from aggregator.secure_exchange import asked_to_agree, losing_the_round
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError
 from federation.ids import SiteId
+from federation.members import Members, Standing
 from federation.messages import (
     Reply,
     RoundTask,
@@ -45,9 +49,10 @@ from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import Dispatcher, OpenTask, ScheduleView, schedule_of
 from federation.vectors import Vector
 from privacy.secagg.agreement.certificate import without_sum
+from privacy.secagg.agreement.contract import Setting
 from privacy.secagg.agreement.groups import named_groups
 from privacy.secagg.arithmetic.ring import SumOutOfRange
-from privacy.secagg.errors import TooFewSites
+from privacy.secagg.errors import BadShare, TooFewSites
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.setup import AggregatorSetup
 
@@ -57,9 +62,10 @@ class _Flight:
     """What one group is at.
 
     Attributes:
-        step: The step of its new keys; None once it trains.
+        step: The step of its new keys, or of opening its sum; None while it trains.
         keys: The keys that are being made.
         replies: To that step.
+        sites: Whom it asks in a step.
         round: The round that it trains in.
         round_index: Number of that round.
         based_on: The round whose model it was sent.
@@ -69,6 +75,7 @@ class _Flight:
 
     step: SecureStep | None = None
     keys: AggregatorSetup | None = None
+    sites: Sequence[SiteId] = ()
     replies: list[Reply] = field(default_factory=list)
     round: MaskedRound | None = None
     round_index: int = 0
@@ -85,6 +92,12 @@ class _Arrived:
     opened: OpenedSum
     share: float
     is_fresh: bool
+
+    @property
+    def sites(self) -> tuple[SiteId, ...]:
+        """Those whose updates are in the sum."""
+        survivors = self.opened.opened.survivors
+        return tuple(self.group.contract.member(i).site for i in survivors)
 
     @property
     def weight(self) -> float:
@@ -121,11 +134,11 @@ class BufferedGroups(GroupGather):
                 )
         found, sums = self._arrived, record.sums
         for one in found:
-            self._states.keep(record, one.group.sites, one.opened.opened)
+            self._states.keep(record, one.sites, one.opened.opened)
         fresh = [one for one in found if one.is_fresh]
         sums.training = pooled(train.TRAINING, [one.opened for one in found])
         sums.secret_evaluation = pooled(train.EVALUATION, [one.opened for one in fresh])
-        sums.evaluators = tuple(site for one in fresh for site in one.group.sites)
+        sums.evaluators = tuple(site for one in fresh for site in one.sites)
         sums.update_clip = self.contract.clip_norm
         combined_d = combine_rule(self.job.aggregation)(_updates(found), out_d)
         part = self._num_updates() / len(self.job.sites)
@@ -143,22 +156,30 @@ class BufferedGroups(GroupGather):
     def _fewest_groups(self, bad: int) -> int:  # noqa: ARG002 -- none is tolerated
         return 1
 
+    def _absent(self, members: Members) -> Collection[SiteId]:
+        return members.away()
+
+    def _threshold(self, group: Sequence[SiteId]) -> int:
+        return self.job.group_threshold(group)
+
     def _offer(self, setup: AggregatorSetup) -> bytes:
         return setup.offer()
 
     def _num_updates(self) -> int:
-        return sum(len(one.group.sites) for one in self._arrived)
+        return sum(len(one.sites) for one in self._arrived)
 
     def _fill(self, record: RoundRecord) -> None:
         """Send to groups that are at nothing, and fold answers, until it is enough."""
         self._exchange.note_returns(record)
         busy = {task.site for task in self._dispatcher.open}
         for group, flight in self._flights.items():
-            if flight.step is not None:
+            if flight.round is None:
                 self._expect(record, group)
+            elif flight.step is not None:  # They have answered its round.
+                busy -= {*group.sites}
         for site in self._early:
             if self._group_of[site] not in self._flights:
-                del self._flying[site]
+                self._flying.pop(site, None)
         self._early = self._flying.keys() - busy
         record.verdicts.carry(self._flying.values())
         replies = self._dispatcher.replies(
@@ -169,6 +190,7 @@ class BufferedGroups(GroupGather):
                 cohort=record.cohort,
                 open=self._dispatcher.open,
                 begin=record.clock.monotonic(),
+                buffered=self._num_updates,
             ),
             write=lambda sites: self._tasks_for(record, sites),
             tally=record,
@@ -185,12 +207,10 @@ class BufferedGroups(GroupGather):
             flight = self._flights[group] = _Flight()
             self._expect(record, group)
             if group.run_setup.is_due:
-                group.run_setup.attempt()
-                flight.keys = AggregatorSetup(
-                    identity=self.identity, contract=group.contract
-                )
+                flight.sites = group.present(record.cohort)
+                flight.keys = group.new_keys(self.identity, flight.sites)
                 offer = self._offer(flight.keys)
-                tasks += self._ask(group, SecureStep.ADVERTISE, offer)
+                tasks += self._ask(flight, SecureStep.ADVERTISE, _to_all(offer))
             else:
                 tasks += self._train(record, group)
         return tasks
@@ -198,15 +218,23 @@ class BufferedGroups(GroupGather):
     def _expect(self, record: RoundRecord, group: OpenGroup) -> None:
         """Note what the sites of a group will answer."""
         numbers = record.round_index, record.state.round_index, 0
-        self._flying.update({site: OpenTask(site, *numbers) for site in group.sites})
+        sites = group.present(record.cohort)
+        self._flying.update({site: OpenTask(site, *numbers) for site in sites})
 
-    def _ask(self, group: OpenGroup, step: SecureStep, body: bytes) -> list[SecureTask]:
-        """Write a step of new keys."""
-        self._flights[group].step = step
-        run_id = self.contract.run_id
+    def _ask(
+        self, flight: _Flight, step: SecureStep, body: Callable[[SiteId], bytes]
+    ) -> list[SecureTask]:
+        """Write a step of new keys, or of opening a sum."""
+        flight.step = step
         return [
-            SecureTask(run_id=run_id, round_index=0, site=site, step=step, body=body)
-            for site in group.sites
+            SecureTask(
+                run_id=self.contract.run_id,
+                round_index=flight.round_index,
+                site=site,
+                step=step,
+                body=body(site),
+            )
+            for site in flight.sites
         ]
 
     def _train(self, record: RoundRecord, group: OpenGroup) -> list[RoundTask]:
@@ -249,11 +277,11 @@ class BufferedGroups(GroupGather):
         for group, flight in list(self._flights.items()):
             if not busy.isdisjoint(group.sites):
                 continue
-            if flight.step is not None:
+            if flight.round is None:
                 self._dispatcher.send(self._after_step(record, group, flight))
             else:
                 self._close(record, group, flight)
-        complete = {site for one in self._arrived for site in one.group.sites}
+        complete = {site for one in self._arrived for site in one.sites}
         record.pending.clear()  # Others wait for their sums.
         record.pending.update({*record.verdicts.answered} - complete)
 
@@ -266,13 +294,16 @@ class BufferedGroups(GroupGather):
         flight.replies = []
         accept = keys.on_advert if step is SecureStep.ADVERTISE else keys.on_confirm
         self._exchange.take_answers(record, step, replies, lambda _, data: accept(data))
-        # All would have to answer, also with the keys of before: nobody trains in vain.
-        group.run_setup = RunSetup(group.contract)
+        if group.contract.setting is Setting.P1:
+            # All would have to answer, also with the keys of before: nobody trains in
+            # vain.
+            group.run_setup = RunSetup(group.contract)
         with losing_the_setup(record.events, group):
             if step is SecureStep.ADVERTISE:
-                return self._ask(group, SecureStep.CONFIRM, keys.book())
+                book = keys.book()
+                return self._ask(flight, SecureStep.CONFIRM, _to_all(book))
             group.run_setup.take(keys.result())
-        if group.run_setup.in_force is not None:
+        if group.run_setup.in_force is not None and group.present(record.cohort):
             return self._train(record, group)
         self._early |= {*group.sites}  # They were asked nothing more.
         self._lose(group)
@@ -282,7 +313,7 @@ class BufferedGroups(GroupGather):
         """End what a group is at; a round that has begun has no sum."""
         flight = self._flights.pop(group)
         for site in {*group.sites} - self._early:
-            del self._flying[site]
+            self._flying.pop(site, None)
         if flight.round is not None:
             group.opened = without_sum(flight.round_index)
 
@@ -290,34 +321,79 @@ class BufferedGroups(GroupGather):
         for group in list(self._flights):
             self._lose(group)
 
+    def _unmask(
+        self, record: RoundRecord, group: OpenGroup, flight: _Flight
+    ) -> list[SecureTask]:
+        """Take the next step towards a group's sum: none if it can be opened.
+
+        Raises:
+            TooFewSites: It never can.
+        """
+        assert flight.round is not None  # noqa: S101 -- it trains
+        current, step = flight.round.protocol, flight.step
+        replies, flight.replies = flight.replies, []
+        if step is None:
+            survivors = current.close_masked()
+            if group.contract.setting is Setting.P1:
+                return []
+            flight.sites = asked_to_agree(record, current, survivors)
+            heads = current.survivors()
+            return self._ask(flight, SecureStep.SURVIVORS, _to_all(heads))
+        is_last = step is SecureStep.REVEAL
+        accept = current.on_shares if is_last else current.on_consent
+        self._exchange.take_answers(
+            record, step, replies, lambda _, data: accept(data), flight.round_index
+        )
+        if is_last:
+            return []
+        flight.sites = current.close_consents()
+        return self._ask(flight, SecureStep.REVEAL, current.reveal)
+
     def _close(self, record: RoundRecord, group: OpenGroup, flight: _Flight) -> None:
-        """Open a group's sum, and put it into the buffer."""
-        self._lose(group)
+        """Open a group's sum, and put it into the buffer; or take a step towards it."""
         current, age = flight.round, record.state.round_index - flight.based_on
         assert current is not None  # noqa: S101 -- it trains
-        reason, share = "", self.schedule.share(age)
+        reason, share, opened = "", self.schedule.share(age), None
         try:
-            current.protocol.close_masked()
+            if tasks := self._unmask(record, group, flight):
+                self._dispatcher.send(tasks)
+                return
             found = current.open(
                 self.job,
                 evaluation=flight.evaluates,
                 update_clip=self.contract.clip_norm,
                 steps=flight.steps,
             )
-        except (TooFewSites, SumOutOfRange) as error:
+        except (TooFewSites, BadShare, SumOutOfRange) as error:
             reason = str(error)
             if isinstance(error, SumOutOfRange):
                 record.verdicts.complaints.append(f"the sum of {group.names}: {error}")
         else:
-            group.opened = found.opened
+            opened = found.opened
             if share:
                 self._arrived.append(_Arrived(group, found, share, is_fresh=age == 0))
             else:
                 reason = f"the model of round {flight.based_on} is too old"
+        self._lose(group)
+        group.opened = opened or group.opened
+        self._settle_blame(record, group, current)
         if reason:
             record.events.warned(
                 f"round {flight.round_index} has no sum of {group.names}: {reason}"
             )
+
+    def _settle_blame(
+        self, record: RoundRecord, group: OpenGroup, current: MaskedRound
+    ) -> None:
+        """Leave out the sites of a group that dealt or released wrong shares."""
+        known, mine = record.verdicts.suspicions or record.state.suspicions, group.sites
+        blame = Blame(group.contract, known.among(mine))
+        for said in blame.note(current.protocol):
+            record.events.warned(f"round {record.round_index}: {said}")
+        record.verdicts.suspicions = known.joined(blame.suspicions())
+        left_out = record.members.standing(Standing.LEFT_OUT)
+        others = {site: why for site, why in left_out.items() if site not in mine}
+        record.change_members(record.members.leave_out(others | {**blame.left_out()}))
 
     def _round_of(self, site: SiteId) -> MaskedRound:
         group = self._group_of.get(site)
@@ -325,6 +401,10 @@ class BufferedGroups(GroupGather):
         if flight is None or flight.round is None:
             raise ProtocolError("answered a round that its group has no part in")
         return flight.round
+
+
+def _to_all(body: bytes) -> Callable[[SiteId], bytes]:
+    return lambda _site: body
 
 
 def _updates(found: Sequence[_Arrived]) -> Iterator[WeightedUpdate]:

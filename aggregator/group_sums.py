@@ -17,7 +17,7 @@ Shape suffixes: d float values of the model.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import reduce
@@ -55,7 +55,7 @@ from privacy.secagg.agreement.certificate import (
     certify,
     without_sum,
 )
-from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.agreement.contract import Contract, Setting
 from privacy.secagg.agreement.groups import (
     AggregatorDraw,
     Draw,
@@ -67,7 +67,7 @@ from privacy.secagg.agreement.groups import (
 from privacy.secagg.agreement.identity import Identity
 from privacy.secagg.arithmetic.accumulator import MaskedSum
 from privacy.secagg.arithmetic.ring import SumOutOfRange
-from privacy.secagg.errors import TooFewSites
+from privacy.secagg.errors import BadShare, TooFewSites
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import RoundFacts
 from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord
@@ -85,6 +85,21 @@ class OpenGroup:
         self.run_setup = RunSetup(contract)
         self.opened: OpenedRound | None = None  # The newest round of the run.
         self.remark = ""  # Why the newest round has no sum of it that counts.
+
+    def present(self, cohort: Collection[SiteId]) -> tuple[SiteId, ...]:
+        """Its sites that are asked, of those of a round; none if they are too few."""
+        found = tuple(site for site in self.sites if site in cohort)
+        return found if len(found) >= self.contract.quorum else ()
+
+    def new_keys(
+        self, identity: Identity, present: Collection[SiteId]
+    ) -> AggregatorSetup:
+        """Begin a setup without its sites that are not asked."""
+        self.run_setup.attempt()
+        left_out = {*self.sites} - {*present}
+        return AggregatorSetup(
+            identity=identity, contract=self.contract, left_out=left_out
+        )
 
     @property
     def names(self) -> str:
@@ -134,18 +149,22 @@ class GroupGather:
     def cohort(
         self, members: Members, drawn: Sequence[SiteId]
     ) -> tuple[Members, tuple[SiteId, ...]]:
-        """Ask only complete groups if these suffice for the rule, or else all.
+        """Ask only groups that may have a sum if they suffice, or else all.
 
         See ``federation.rounds.gather.Gather``.
         """
-        gone = members.standing(Standing.GONE).keys()
-        without = [group for group in self._groups if gone & {*group.sites}]
-        left = len(self._groups) - len(without)
-        if left < self._fewest_groups(self.job.aggregation.byzantine_sites):
+        gone = self._absent(members)
+        here = [site for site in drawn if site not in gone]
+        found = [present for g in self._groups if (present := g.present(here))]
+        if len(found) < self._fewest_groups(self.job.aggregation.byzantine_sites):
             quorum = self.job.minimum_sites
             return present_cohort(members, drawn, quorum=quorum)
-        unasked = {site for group in without for site in group.sites}
+        unasked = {*self._group_of, *gone}.difference(*found)
         return members, tuple(site for site in drawn if site not in unasked)
+
+    def _absent(self, members: Members) -> Collection[SiteId]:
+        """Sites that the cohorts of rounds are without."""
+        return members.standing(Standing.GONE).keys()
 
     def update(self, record: RoundRecord, out_d: Vector) -> Vector:
         """Have all sites train, open the mean of each group's updates, combine them.
@@ -205,7 +224,8 @@ class GroupGather:
         """
         state = record.state
         record.change_members(record.members.leave_out(state.suspicions.faults))
-        record.leave_out(state.suspicions.faults)
+        faults = state.suspicions.faults.items()
+        record.leave_out({site: why for site, why in faults if site in record.cohort})
         rounds = self._exchange_updates(record)
         evaluation = record.kind is TaskKind.EVALUATE or evaluates(self.job, state)
         sums: dict[OpenGroup, OpenedSum] = {}
@@ -216,14 +236,16 @@ class GroupGather:
         for group, current in rounds.items():
             names, group.remark = group.names, ""
             try:
-                current.protocol.close_masked()
+                survivors = current.protocol.close_masked()
+                if group.contract.setting is Setting.P2:
+                    self._exchange.agree_and_reveal(record, current.protocol, survivors)
                 sums[group] = current.open(
                     self.job,
                     evaluation=evaluation,
                     update_clip=self.contract.clip_norm,
                     steps=record.steps,
                 )
-            except TooFewSites as error:
+            except (TooFewSites, BadShare) as error:
                 group.remark = str(error)
                 record.events.warned(
                     f"round {record.round_index} has no sum of {names}: {error}"
@@ -272,13 +294,12 @@ class GroupGather:
         first = {task.site: task for task in tasks}
         rounds: dict[OpenGroup, MaskedRound] = {}
         for group, setup in setups:
+            one = next(site for site in group.sites if site in first)
             facts = RoundFacts(
                 round_index=record.round_index,
-                cohort=group.contract.cohort,
+                cohort=setup.cohort,
                 model_digest=model,
-                task_digest=train.task_digest(
-                    first[group.sites[0]], bodies[group.sites[0]]
-                ),
+                task_digest=train.task_digest(first[one], bodies[one]),
             )
             total = None
             if record.kind is TaskKind.TRAIN:
@@ -303,8 +324,9 @@ class GroupGather:
         for group, setup in setups:
             opened = group.opened or before_rounds(setup.setup_hash)
             certificate = certify(opened, model, self.identity)
-            states.update(self._states.name(record, group.sites))
-            for site in group.sites:
+            asked = group.present(record.cohort)
+            states.update(self._states.name(record, asked))
+            for site in asked:
                 bodies[site] = train.TrainBody(
                     setup_hash=setup.setup_hash,
                     confirms=group.run_setup.confirms_for(site),
@@ -330,7 +352,7 @@ class GroupGather:
         self._exchange.note_returns(record)
         if not self._groups:
             self._draw(record)
-        asked = [group for group in self._groups if {*group.sites} <= {*record.cohort}]
+        asked = [group for group in self._groups if group.present(record.cohort)]
         due = [group for group in asked if group.run_setup.is_due]
         if due:
             self._new_setups(record, due)
@@ -382,24 +404,30 @@ class GroupGather:
     def form_groups(self, outcome: DrawResult) -> None:
         """Write the contract of each group."""
         self._groups = [
-            OpenGroup(group_contract(self.contract, group, outcome.digest))
+            OpenGroup(
+                group_contract(
+                    self.contract, group, outcome.digest, self._threshold(group)
+                )
+            )
             for group in outcome.groups
         ]
         self._group_of = {site: group for group in self._groups for site in group.sites}
 
+    def _threshold(self, group: Sequence[SiteId]) -> int:
+        """Fewest updates of a group's sums: all, so that a bad site spoils one only."""
+        return len(group)
+
     def _new_setups(self, record: RoundRecord, due: Sequence[OpenGroup]) -> None:
         """Run S1 and S2 with every site of some groups; a group may fail alone."""
         halves: dict[OpenGroup, AggregatorSetup] = {}
+        sites = {group: group.present(record.cohort) for group in due}
         for group in due:
-            group.run_setup.attempt()
-            halves[group] = AggregatorSetup(
-                identity=self.identity, contract=group.contract
-            )
+            halves[group] = group.new_keys(self.identity, sites[group])
         offers = {group: self._offer(half) for group, half in halves.items()}
         self._exchange.take(
             record,
             SecureStep.ADVERTISE,
-            [site for group in due for site in group.sites],
+            [site for group in due for site in sites[group]],
             lambda site: offers[self._group_of[site]],
             lambda site, data: halves[self._group_of[site]].on_advert(data),
         )
@@ -410,7 +438,7 @@ class GroupGather:
         self._exchange.take(
             record,
             SecureStep.CONFIRM,
-            [site for group in books for site in group.sites],
+            [site for group in books for site in sites[group]],
             lambda site: books[self._group_of[site]],
             lambda site, data: halves[self._group_of[site]].on_confirm(data),
         )

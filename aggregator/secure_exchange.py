@@ -31,6 +31,7 @@ from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Dispatcher, Schedule, ScheduleView
 from privacy.secagg.arithmetic.ring import SumOutOfRange
 from privacy.secagg.errors import BadShare, DrawRefused, TooFewSites
+from privacy.secagg.protocol.server import AggregatorRound
 
 _OF_NO_ROUND = frozenset(
     {SecureStep.COMMIT, SecureStep.DRAW, SecureStep.ADVERTISE, SecureStep.CONFIRM}
@@ -111,12 +112,37 @@ class SecureExchange:
         step: SecureStep,
         replies: Iterable[Reply],
         accept: Callable[[SiteId, bytes], SiteId],
+        round_index: int | None = None,
     ) -> None:
-        """Record the answers to a step; see ``take``."""
+        """Record the answers to a step; see ``take``.
+
+        ``round_index`` is that of the sum, if it began in an earlier round.
+        """
         record.take_step(
             step,
             self._noting(replies),
             lambda answer: check_sender(answer.site, accept(answer.site, answer.body)),
+            round_index,
+        )
+
+    def agree_and_reveal(
+        self, record: RoundRecord, current: AggregatorRound, survivors: Sequence[SiteId]
+    ) -> None:
+        """R2 and R3: have the survivors agree on their list, and open the sum."""
+        heads = current.survivors()
+        self.take(
+            record,
+            SecureStep.SURVIVORS,
+            asked_to_agree(record, current, survivors),
+            lambda _: heads,
+            lambda _, data: current.on_consent(data),
+        )
+        self.take(
+            record,
+            SecureStep.REVEAL,
+            current.close_consents(),
+            current.reveal,
+            lambda _, data: current.on_shares(data),
         )
 
     def fold(
@@ -236,6 +262,14 @@ class SecureExchange:
             run_setup.note_lacking(answer.site)
         elif answer.kind is FailureKind.DISCONNECTED:
             run_setup.note_disconnected(answer.site)
+
+
+def asked_to_agree(
+    record: RoundRecord, current: AggregatorRound, survivors: Sequence[SiteId]
+) -> Sequence[SiteId]:
+    """Whom to ask in R2: one that leaves may be away by now, and t are enough."""
+    stay = record.members.present(survivors)
+    return stay if len(stay) >= current.threshold else survivors
 
 
 def _fold(

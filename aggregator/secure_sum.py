@@ -54,7 +54,6 @@ from privacy.secagg.arithmetic.levels import LevelPlan
 from privacy.secagg.errors import TooFewSites
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import RoundFacts
-from privacy.secagg.protocol.server import AggregatorRound
 from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord
 
 
@@ -169,7 +168,7 @@ class SecureGather:
         try:
             survivors = current.protocol.close_masked()
             if setup.contract.setting is Setting.P2:
-                self._agree_and_reveal(record, current.protocol, survivors)
+                self._exchange.agree_and_reveal(record, current.protocol, survivors)
             evaluation = not trains or evaluates(self.job, state)
             return current.open(
                 self.job,
@@ -287,26 +286,4 @@ class SecureGather:
             within=0.5 + totals[train.WITHIN_CLIP] / totals[train.WEIGHT],
             quantile=private.clip_quantile,
             rate=private.clip_rate,
-        )
-
-    def _agree_and_reveal(
-        self, record: RoundRecord, current: AggregatorRound, survivors: Sequence[SiteId]
-    ) -> None:
-        """R2 and R3: have the survivors agree on their list, and open the sum."""
-        heads = current.survivors()
-        # A site that leaves may be away by now, and t consents are enough.
-        stay = record.members.present(survivors)
-        self._exchange.take(
-            record,
-            SecureStep.SURVIVORS,
-            stay if len(stay) >= self.contract.threshold else survivors,
-            lambda _: heads,
-            lambda _, data: current.on_consent(data),
-        )
-        self._exchange.take(
-            record,
-            SecureStep.REVEAL,
-            current.close_consents(),
-            current.reveal,
-            lambda _, data: current.on_shares(data),
         )

@@ -561,6 +561,22 @@ class Suspicions:
     disputes: tuple[tuple[SiteId, SiteId], ...] = ()
     silences: Mapping[SiteId, int] = field(default_factory=dict)
 
+    def among(self, sites: Collection[SiteId]) -> "Suspicions":
+        """What is known of some sites."""
+        return Suspicions(
+            faults={s: why for s, why in self.faults.items() if s in sites},
+            disputes=tuple(two for two in self.disputes if {*two} <= {*sites}),
+            silences={s: n for s, n in self.silences.items() if s in sites},
+        )
+
+    def joined(self, newer: "Suspicions") -> "Suspicions":
+        """Add what is known by now."""
+        return Suspicions(
+            faults={**self.faults, **newer.faults},
+            disputes=tuple(dict.fromkeys((*self.disputes, *newer.disputes))),
+            silences={**self.silences, **newer.silences},
+        )
+
 
 NO_SUSPICIONS = Suspicions()
 

@@ -252,7 +252,12 @@ def group_rule(
     """
     if job.schedule.groups:
         named = named_groups(job.schedule.groups)
-        return Group(sites=frozenset(named.group_of(site)), partition=named.digest)
+        mine = named.group_of(site)
+        return Group(
+            sites=frozenset(mine),
+            partition=named.digest,
+            threshold=job.group_threshold(mine),
+        )
     num_groups = job.privacy.secure_aggregation.groups
     if num_groups is None:
         return None

@@ -322,7 +322,7 @@ def contract_policy(
         num_values=layout.size,
         sites=frozenset(SiteId(site.name) for site in job.sites),
         terms=_terms(job),
-        min_sites=policy.fewest_in_sum(_sum_size(job)),
+        min_sites=policy.fewest_in_sum(job.smallest_cohort),
         colluding=policy.colluding_sites,
         ring_bits=frozenset(policy.ring_bits),
         levels=frozenset(policy.levels),
@@ -460,14 +460,9 @@ def _sum_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
         yield _HYBRID, demand, {"require_hybrid": False}
 
 
-def _sum_size(job: JobSpec) -> int:
-    """How many sites agree to one sum: all, or those of the smallest group."""
-    return job.sites_in_sum if job.has_groups else len(job.sites)
-
-
 def _number_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     """With how many others an update is summed."""
-    num_sites, fewest = _sum_size(job), job.sites_in_sum
+    num_sites, fewest = job.smallest_cohort, job.sites_in_sum
     yield from _rank_faults(job, policy)
     if num_sites == _PAIR:
         private = job.privacy.differential_privacy

@@ -468,9 +468,8 @@ def _cohort_rule(
         StoreError: The site's memory cannot be read, or has lost the sums.
     """
     policy, job = config.file.policy, met.job
-    num_sites = job.sites_in_sum if job.has_groups else len(job.sites)
     weakness = "" if promise is None else weakness_of(met.job, policy, promise.delta)
-    smallest = policy.smallest_group(num_sites)
+    smallest = policy.smallest_group(job.smallest_cohort)
     if smallest > 1:  # Otherwise the operator has given the rule up.
         _check_sums_known(config)
     rule = CohortRule(
@@ -491,7 +490,7 @@ def _cohort_rule(
         fault = str(error)
     if not fault:
         key = "privacy.secure_aggregation.threshold"
-        fault = rule.threshold_fault(len(cohort), met.job.minimum_sites)
+        fault = rule.threshold_fault(len(cohort), job.fewest_with(config.file.name))
     if fault:
         if weakness:
             fault += f". The run counts as one without differential privacy: {weakness}"

@@ -142,7 +142,6 @@ class Rehearsal:
     def _policy(self, layout: Layout) -> LocalPolicy:
         """Require exactly what the job says, since its user is every operator."""
         contract, job = self.contract, self.federation.job
-        num_sites = job.sites_in_sum if job.has_groups else contract.num_sites
         return LocalPolicy(
             roster=self.roster,
             run_id=contract.run_id,
@@ -151,7 +150,9 @@ class Rehearsal:
             layout_digest=bytes.fromhex(layout.digest),
             num_values=layout.size,
             min_sites=job.sites_in_sum,
-            colluding=max(0, min(1, colluding_tolerated(num_sites, job.sites_in_sum))),
+            colluding=max(
+                0, min(1, colluding_tolerated(job.smallest_cohort, job.sites_in_sum))
+            ),
             max_clip_norm=contract.clip_norm,
             max_element_bound=contract.element_bound,
             privacy_profiles=frozenset({contract.differential_privacy.profile}),
@@ -231,7 +232,7 @@ def dropout_notice(job: JobSpec) -> str:
 
     Under differential privacy noise bounds what any sums together give away.
     """
-    absent = len(job.sites) - job.minimum_sites
+    absent = job.most_absent
     secure = job.privacy.secure_aggregation.enabled
     if not secure or job.privacy.differential_privacy.enabled:
         return ""
@@ -245,7 +246,7 @@ def dropout_notice(job: JobSpec) -> str:
     if not absent:
         return ""
     return (
-        f"rounds may continue without up to {absent} of {len(job.sites)} sites "
+        f"sums may be opened without up to {absent} of their sites "
         "(privacy.secure_aggregation.threshold). Sums before and after an absence "
         "reveal something about the absent sites' updates and results: each site's "
         "operator must accept that (policy.accept_dropouts), unless at least "

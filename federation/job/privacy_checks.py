@@ -35,11 +35,16 @@ def check_secure_sum(job: JobSpec) -> list[JobError]:
         f"{table}.threshold: {threshold} of {num_sites} sites is not from {smallest} "
         f"to {num_sites}: with fewer, a dishonest aggregator could unmask two sums of "
         "one round": not smallest <= threshold <= num_sites,
+        f"{table}.threshold: no sum has {secure.threshold} updates: the largest of "
+        "schedule.groups is smaller, and may miss nobody": (
+            bool(job.schedule.groups)
+            and (secure.threshold or 0) > max(map(len, job.schedule.groups))
+        ),
         f"{table}.groups: {num_sites} sites make {groups} groups of {in_sum}, and a "
         f"sum must hold at least {fewest} updates: use fewer groups or more "
         "sites": groups is not None and in_sum < fewest,
-        f"schedule.groups: a group has {in_sum} sites, and a sum must hold at least "
-        f"{fewest} updates": bool(job.schedule.groups) and in_sum < fewest,
+        f"schedule.groups: a sum may have {in_sum} updates, and must hold at least "
+        f"{fewest}": bool(job.schedule.groups) and in_sum < fewest,
     }
     return broken(rules)
 

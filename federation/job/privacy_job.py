@@ -19,7 +19,8 @@ class SecureAggregationSpec:
         enabled: Whether the aggregator learns only the sum of the updates.
         threshold: Number of sites that must answer before a sum can be unmasked: all
             (the default; one exchange per round), or more than two thirds (three
-            exchanges), so that the others may drop out.
+            exchanges), so that the others may drop out. With `schedule.groups` so
+            many of each group, and more than two thirds of it.
         groups: Number of groups, at least 3, into which the sites are divided at
             random. Each has its own sum, and `aggregation.combine` compares the groups'
             means. Default: a single sum, and `mean`.

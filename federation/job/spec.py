@@ -449,13 +449,14 @@ class ScheduleSpec:
             updates that began with an older one. A round is then the time between two
             models.
         buffer_size: Updates that make a model in a buffered run. Default: half as many
-            as there are sites, or those of the smallest of `groups`. Each counts as
-            much as in a round of all sites.
+            as there are sites, or the fewest of a sum of one of `groups`. Each counts
+            as much as in a round of all sites.
         max_staleness: Most models that may be newer than the one that an update began
             with; older updates are discarded. What an update counts is divided by the
             square root of 1 plus its staleness.
         groups: The sites of each group of a buffered run with secure aggregation, all
-            sites once. Each group has sums of its own, at its own pace.
+            sites once. Each group has sums of its own, at its own pace; with
+            `privacy.secure_aggregation.threshold` also without some of its sites.
         round_deadline_seconds: A site that has not answered its task by this deadline
             is left out of the round.
         minimum_sites: Quorum: with fewer answers the round is lost and the weights do
@@ -780,8 +781,10 @@ class JobSpec:
     def minimum_sites(self) -> int:
         """The quorum of a round."""
         secure = self.privacy.secure_aggregation
-        if secure.enabled:
+        if secure.enabled and not self.schedule.groups:
             return secure.threshold or len(self.sites)
+        if secure.enabled:
+            return len(self.sites)  # Of a sum over all; each group has its own.
         return self.buffer_size or self.schedule.minimum_sites or self.sites_per_round
 
     @property
@@ -790,8 +793,17 @@ class JobSpec:
         schedule = self.schedule
         if schedule.mode != "buffered":
             return None
-        fewest = min(map(len, schedule.groups), default=(len(self.sites) + 1) // 2)
-        return schedule.buffer_size or fewest
+        fewest = map(self.group_threshold, schedule.groups)
+        return schedule.buffer_size or min(fewest, default=(len(self.sites) + 1) // 2)
+
+    def group_threshold(self, group: Sequence[str]) -> int:
+        """Fewest updates that a sum of one of `schedule.groups` holds.
+
+        Those that the job asks for, and more than two thirds of the group, or a
+        dishonest aggregator could open two sums of one round.
+        """
+        least = self.privacy.secure_aggregation.threshold or len(group)
+        return min(len(group), max(least, 2 * len(group) // 3 + 1))
 
     @property
     def has_groups(self) -> bool:
@@ -805,6 +817,15 @@ class JobSpec:
             if site in group:
                 return group
         return [each.name for each in self.sites]
+
+    def fewest_with(self, site: str) -> int:
+        """Fewest updates of a sum that a site's update is in, as `summed_with`."""
+        groups = self.schedule.groups
+        return (
+            self.group_threshold(self.summed_with(site))
+            if groups
+            else self.minimum_sites
+        )
 
     @property
     def models_per_round(self) -> int:
@@ -850,7 +871,19 @@ class JobSpec:
         """Fewest updates that a secure sum of this job holds."""
         groups = self.privacy.secure_aggregation.groups
         fewest = self.minimum_sites if groups is None else len(self.sites) // groups
+        return min(map(self.group_threshold, self.schedule.groups), default=fewest)
+
+    @property
+    def smallest_cohort(self) -> int:
+        """Sites that agree to a secure sum: all, or those of the smallest group."""
+        fewest = self.sites_in_sum if self.has_groups else len(self.sites)
         return min(map(len, self.schedule.groups), default=fewest)
+
+    @property
+    def most_absent(self) -> int:
+        """Most sites that may be missing from a secure sum of this job."""
+        absent = (len(g) - self.group_threshold(g) for g in self.schedule.groups)
+        return max(absent, default=len(self.sites) - self.minimum_sites)
 
     @property
     def update_clip_norm(self) -> float:

@@ -51,10 +51,5 @@ BUFFERED_SUMS = Method(
         "the noise of all sites adds up in one sum, and a group has a part of it: "
         'protect records (unit = "record")': (Thing.JOINT, Thing.WHOLE_SITES),
     },
-    ignores={
-        "privacy.secure_aggregation.threshold": (
-            "all sites of a group must answer, and other groups go on without it"
-        ),
-    },
     private_because="each site's own noise is in the sum of its group",
 )

@@ -282,10 +282,12 @@ class RoundRecord:
         step: SecureStep,
         replies: Iterable[Reply],
         accept: Callable[[SecureAnswer], None],
+        round_index: int | None = None,
     ) -> None:
         """Record the answers to a step of secure aggregation; emit every failure.
 
         ``accept`` uses an answer, or raises ``ProtocolError``: then it does not count.
+        ``round_index`` is that of the sum, if it began in an earlier round.
         """
         if step in _SETUP:
             self.is_usual = False
@@ -293,7 +295,7 @@ class RoundRecord:
         for reply in replies:
             message = reply.message
             self.sums.add_bytes(reply)
-            failure = self.verdicts.accept_step(message, step)
+            failure = self.verdicts.accept_step(message, step, round_index)
             if failure is None and isinstance(message, SecureAnswer):
                 try:
                     accept(message)

@@ -138,14 +138,22 @@ class RoundVerdicts:
         self.accept(failure)
         return failure
 
-    def accept_step(self, message: SiteMessage, step: SecureStep) -> SiteFailure | None:
+    def accept_step(
+        self, message: SiteMessage, step: SecureStep, round_index: int | None = None
+    ) -> SiteFailure | None:
         """Judge an answer to a step of secure aggregation beside the round's tasks.
+
+        Args:
+            message: The answer.
+            step: What was asked.
+            round_index: The round of the sum; this one by default.
 
         Returns:
             None if it may be used; otherwise what is wrong with it. A site that fails
             here fails in this round, also if its update is in the sum.
         """
-        if 0 < message.round_index < self.round_index:  # Setups have no round.
+        asked_in = self.round_index if round_index is None else round_index
+        if 0 < message.round_index < asked_in:  # Setups have no round.
             text = f"answered round {message.round_index} too late"
             return self.fail_step(message.site, step, text, FailureKind.LATE)
         if isinstance(message, SecureAnswer) and message.step is step:

@@ -60,6 +60,8 @@ class ScheduleView:
         cohort: Sites that may be sent work in this round.
         open: Tasks without an answer, also of rounds before.
         begin: When the round began, on the monotonic clock.
+        buffered: Says how many updates count by now, where sums tell: some of a sum may
+            have come before, or never. By default each answer that counts is one.
     """
 
     round_index: int
@@ -67,6 +69,7 @@ class ScheduleView:
     cohort: Sequence[SiteId]
     open: Collection[OpenTask]
     begin: float = 0.0
+    buffered: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,7 @@ class Buffered:
         size: K, the answers that make a model.
         max_staleness: The most models that may be newer than the one that an answer is
             based on.
-        groups: Sites whose answers count together, once all have come.
+        groups: Sites that get their tasks together.
     """
 
     size: int
@@ -217,7 +220,9 @@ class Buffered:
         """Apply a full buffer; else send to idle sites; else wait."""
         if state.round_index > state.rounds:
             return Done()
-        if self._num_counted(inbox) >= self.size:
+        counted = {arrival.task.site for arrival in inbox if arrival.counts}
+        buffered = len(counted) if state.buffered is None else state.buffered()
+        if buffered >= self.size:
             is_last = state.round_index == state.rounds
             return Apply(gives_up=is_last, has_enough=is_last)
         busy = {task.site for task in state.open}
@@ -229,14 +234,6 @@ class Buffered:
         if idle:
             return Send(idle)
         return WAIT if state.open else Apply()
-
-    def _num_counted(self, inbox: Sequence[Arrival]) -> int:
-        """Updates that the buffer holds; some of a sum may have come before."""
-        counted = {arrival.task.site for arrival in inbox if arrival.counts}
-        for group in self.groups:
-            if not counted.isdisjoint(group):
-                counted |= group
-        return len(counted)
 
     def share(self, staleness: int) -> float:
         """Weigh an answer by the root of its age: section 5.2 of arXiv:2106.06639."""

@@ -296,13 +296,15 @@ def test_group_gets_the_next_model_once_all_its_sites_have_answered():
     first, second = (OpenTask(site, 1, 0, 0) for site in (A, B))
     view = ScheduleView(round_index=2, rounds=9, cohort=(A, B), open=[second])
     assert pair.next(view, (), 0.0) == Wait()
-    ended = replace(view, open=[])
+    ended = replace(view, open=[], buffered=lambda: 2)
     last = [Arrival(second, counts=True)]  # The first came before this model.
     assert pair.next(ended, last, 0.0) == Apply()
     lost = [Arrival(first, counts=False), Arrival(second, counts=False)]
     third = OpenTask(C, 1, 0, 0)
     assert pair.next(replace(view, open=[third]), lost, 0.0) == Wait()
-    assert pair.next(ended, (), 0.0) == Send([A, B])
+    few = replace(ended, buffered=lambda: 1)  # B dropped out of the sum.
+    assert pair.next(few, last, 0.0) == Apply()  # Nothing is left to wait for.
+    assert pair.next(few, (), 0.0) == Send([A, B])
 
 
 def way_of(**changes: Any) -> tuple[Vector, list[float]]:

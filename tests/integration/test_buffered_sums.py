@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from support.killed_runs import kill_at
 from support.small_jobs import small_job
 from support.without_report import simulate
 
-from aggregator import buffered_sums
+from aggregator import buffered_sums, group_sums
 from aggregator.buffered_sums import BufferedGroups
-from federation.errors import JobError, QuorumNotMet
+from clients.privacy.ring_seal import RingSeal
+from federation.errors import JobError, QuorumNotMet, SiteError
 from federation.events import (
     CostPredicted,
     Event,
@@ -27,10 +29,11 @@ from federation.events import (
     Warned,
 )
 from federation.ids import SiteId
-from federation.messages import Task
+from federation.messages import SecureAnswer, SecureStep, SecureTask, Task
 from federation.rounds.round_record import RoundRecord
 from privacy.secagg.agreement.groups import named_groups
-from privacy.secagg.errors import TooFewSites
+from privacy.secagg.errors import OutOfOrder, TooFewSites
+from privacy.secagg.protocol.messages import Survivors
 from privacy.secagg.protocol.setup import AggregatorSetup
 
 pytestmark = pytest.mark.slow
@@ -62,7 +65,16 @@ def tables(*more: dict[str, Any]) -> dict[str, Any]:
     }
     for each in more:
         found = toy.merged(found, each)
-    return {"num_sites": len(SITES), **found}
+    return {"num_sites": len(SITES), **pruned(found)}
+
+
+def pruned(table: dict[str, Any]) -> dict[str, Any]:
+    """A table without the keys that a change has taken out."""
+    return {
+        key: pruned(value) if isinstance(value, dict) else value
+        for key, value in table.items()
+        if value is not None
+    }
 
 
 def told(*more: dict[str, Any], **how: Any) -> list[Event]:
@@ -189,7 +201,7 @@ def test_group_whose_new_keys_fail_does_not_train_with_those_of_before(
             self._group_of[sites[0]].run_setup.note_disconnected(sites[0])
         return go_on(self, record, sites)
 
-    monkeypatch.setattr(buffered_sums, "AggregatorSetup", Setup)
+    monkeypatch.setattr(group_sums, "AggregatorSetup", Setup)
     monkeypatch.setattr(BufferedGroups, "_tasks_for", lose)
     events = told(BUFFERED)
     answers = of(SiteAnswered, events)
@@ -250,6 +262,141 @@ def test_each_site_is_charged_for_what_it_begins():
     for site, spent in newest.items():
         assert spent.anchor.train == counts[site]
     assert newest["site-3"].epsilon < newest["site-0"].epsilon <= 8.0
+
+
+EIGHT = [f"site-{i}" for i in range(8)]
+DROPS = {
+    "num_sites": 8,
+    "privacy": {"secure_aggregation": {"threshold": 3}},
+    "schedule": {"mode": "buffered", "groups": [EIGHT[:4], EIGHT[4:]]},
+    "simulation": {
+        "machines": [
+            {"site": site, "examples_per_second": 100.0 if site in EIGHT[:4] else 60.0}
+            for site in EIGHT
+        ]
+    },
+}
+CLEAR = {
+    "privacy": {"secure_aggregation": {"enabled": False, "threshold": None}},
+    "schedule": {"groups": None},
+}
+
+
+class Killed(SiteError):
+    """What a site's process says no more."""
+
+
+def dead_in(monkeypatch: pytest.MonkeyPatch, step: SecureStep, *sites: str) -> None:
+    """Sites that are killed after their masked update has left."""
+    take = RingSeal.step
+
+    def step_(self: RingSeal, task: SecureTask, layout: Any) -> SecureAnswer:
+        if task.step is step and task.site in sites:
+            raise Killed("it was killed")
+        return take(self, task, layout)
+
+    monkeypatch.setattr(RingSeal, "step", step_)
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        ("crash", None),
+        ("lost", None),
+        ("", SecureStep.SURVIVORS),
+        ("", SecureStep.REVEAL),
+    ],
+)
+def test_group_opens_the_sum_of_those_whose_masked_updates_came(
+    kind: str, step: SecureStep | None, monkeypatch: pytest.MonkeyPatch
+):
+    """One site of a group is gone before it, or in a step after it."""
+    if step is not None:
+        dead_in(monkeypatch, step, "site-1")
+    came = 7 if kind else 8
+    about = {"rounds": 1, "schedule": {"buffer_size": came}}
+    faults = fault("site-1", kind, 1) if kind else {}
+    events: list[Event] = []
+    secret, clear = (
+        simulate(
+            small_job(**tables(DROPS, about, faults, each)), listeners=[events.append]
+        )
+        for each in ({}, CLEAR)
+    )
+    for name, values in clear.weights.items():
+        np.testing.assert_allclose(values, secret.weights[name], atol=1e-5)
+    assert secret.rounds_completed == 1
+    steps = [e.step for e in of(StepTaken, events)]
+    assert {*steps} == {"advertise", "confirm", "survivors", "reveal"}
+    assert {*Counter(steps).values()} == {2}
+    assert {e.site for e in failures(events)} == {"site-1"}
+
+
+def test_group_without_too_many_sites_has_no_sum_and_the_other_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Two of four are gone; of the other group one, and its sum is enough."""
+    dead_in(monkeypatch, SecureStep.SURVIVORS, "site-0", "site-1", "site-4")
+    events = told(DROPS, {"rounds": 4})
+    assert {e.status for e in of(RoundFinished, events)} == {"completed"}
+    texts = [e.message for e in of(Warned, events)]
+    lost = "has no sum of site-0, site-1, site-2, site-3: 2 "
+    assert any(lost in text for text in texts)
+    assert not any("no sum of site-4" in text for text in texts)
+
+
+def test_killed_run_opens_no_sum_whose_sites_have_agreed_on_it(tmp_path: Path):
+    """What they have agreed on dies with the run, and the next round is another."""
+    folder = tmp_path / "run"
+    kill_at(tables(DROPS), folder, "StepTaken", 5)
+    events = told(DROPS, engine="inproc", folder=folder, resume=True)
+    assert of(RunFinished, events)[0].status == "completed"
+    steps = Counter(e.step for e in of(StepTaken, events))
+    assert 5 <= steps["reveal"] <= steps["survivors"]
+    began = [(a.site, a.round_index - a.staleness) for a in of(SiteAnswered, events)]
+    assert len(set(began)) == len(began)
+
+
+def test_group_opens_no_second_sum_of_a_round(monkeypatch: pytest.MonkeyPatch):
+    """The aggregator asks for another list too, with which both secrets of a site fall.
+
+    Of a site on the first list it would get the secret of its own mask, and of a site
+    that the second one lacks those with all others: together they open its update.
+    """
+    asked: list[str] = []
+    unmask = BufferedGroups._unmask
+
+    def lie(
+        self: BufferedGroups, record: RoundRecord, group: Any, flight: Any
+    ) -> list[SecureTask]:
+        honest = unmask(self, record, group, flight)
+        if flight.step is SecureStep.REVEAL and group.sites[0] not in asked:
+            asked.append(group.sites[0])
+            heads = dict(flight.round.protocol._heads)
+            del heads[1]
+            body = Survivors(heads=heads).to_bytes()
+            step = SecureStep.SURVIVORS
+            return [*(replace(task, step=step, body=body) for task in honest), *honest]
+        return honest
+
+    monkeypatch.setattr(BufferedGroups, "_unmask", lie)
+    take, signed, refused = RingSeal.step, Counter[object](), list[str]()
+
+    def step_(self: RingSeal, task: SecureTask, layout: Any) -> SecureAnswer:
+        try:
+            answer = take(self, task, layout)
+        except OutOfOrder:
+            refused.append(task.site)
+            raise
+        if task.step is SecureStep.SURVIVORS:
+            signed[task.site, task.round_index] += 1
+        return answer
+
+    monkeypatch.setattr(RingSeal, "step", step_)
+    told(DROPS, {"rounds": 3})
+    assert {*refused} == {*EIGHT}
+    assert len(asked) == 2
+    assert {*signed.values()} == {1}
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,14 @@ pytestmark = [
     needs("nginx"),
 ]
 
-FAST, SLOW = ("site-a", "site-b", "site-c"), ("site-d", "site-e", "site-f")
+FAST, SLOW = ("site-a", "site-b", "site-c"), ("site-d", "site-e", "site-f", "site-g")
 # Of a step, beside which messages and the work of a small model take little.
 STEP_SECONDS, TIMES_SLOWER, STEPS = 0.05, 4, 12
 POLICY = """
 privacy = "none"
 min_sites = 3
 min_group = 3
+accept_dropouts = true
 functions = ["support.slow_models:*", "clients.data:*"]
 """
 JOB = f"""
@@ -51,7 +52,7 @@ max_staleness = 50
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Three fast sites and three slow ones."""
+    """Three fast sites and four slow ones."""
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
     folder = tmp_path_factory.mktemp("federation")
     with deployed(
@@ -64,7 +65,11 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 
 def begun(
-    federation: Deployment, folder: Path, rounds: int, *groups: tuple[str, ...]
+    federation: Deployment,
+    folder: Path,
+    rounds: int,
+    *groups: tuple[str, ...],
+    secure: str = "",
 ) -> Popen[str] | Forked:
     """A run of these groups."""
     job, earlier = folder / "job.toml", federation.num_runs()
@@ -72,7 +77,8 @@ def begun(
     sites = sorted(site for group in groups for site in group)
     tables = "".join(f'[[sites]]\nname = "{site}"\n' for site in sites)
     job.write_text(f"{JOB}groups = {named}\n{tables}")
-    follower = federation.run(job, f"rounds={rounds}")
+    more = (f"privacy.secure_aggregation.{secure}",) if secure else ()
+    follower = federation.run(job, f"rounds={rounds}", *more)
     if groups == (FAST, SLOW):
         wait_for(lambda: federation.num_runs() > earlier, "the run begins")
     return follower
@@ -134,11 +140,41 @@ def test_killed_aggregator_loses_a_round_of_each_group_at_most(
     assert len({*began}) == len(began)
 
 
+@pytest.mark.long
+def test_group_goes_on_without_a_site_that_was_killed_and_takes_it_back(
+    federation: Deployment, tmp_path: Path
+):
+    """Also while its coordinator is killed and made anew."""
+    follower = begun(federation, tmp_path, 60, FAST, SLOW, secure="threshold=3")
+    wait_for(lambda: answers(federation)[SLOW[1]] >= 2, "the slow group has sums")
+    federation.kill(SLOW[0])
+    known = answers(federation)[SLOW[1]]
+    wait_for(lambda: answers(federation)[SLOW[1]] >= known + 3, "its group goes on")
+
+    def reveals() -> list[list[str]]:
+        return [
+            step["sites"]
+            for step in federation.events("StepTaken")
+            if step["step"] == "reveal" and SLOW[1] in step["sites"]
+        ]
+
+    wait_for(lambda: {*SLOW[1:]} == {*reveals()[-1]}, "a sum without the site")
+    federation.kill_child("coordinator_process")
+    seconds = str(STEP_SECONDS * TIMES_SLOWER)
+    federation.start_site(SLOW[0], **{slow_models.SECONDS: seconds})
+    wait_for(lambda: {*SLOW} == {*reveals()[-1]}, "it is back in the sums")
+    result = result_of(follower)
+    assert result["status"] == "completed"
+    found = federation.events("SiteAnswered")
+    began = [(a["site"], a["round_index"] - a["staleness"]) for a in found]
+    assert len({*began}) == len(began)
+
+
 def test_finer_group_is_refused_by_what_sites_remember(
     federation: Deployment, tmp_path: Path
 ):
     """Its sums and those of before would differ by two sites."""
     others = (FAST[0], *SLOW[:2])
-    begun(federation, tmp_path, 2, others, (*FAST[1:], SLOW[2]))
+    begun(federation, tmp_path, 2, others, (*FAST[1:], *SLOW[2:]))
     log = federation.folder / f"{FAST[0]}.log"
     wait_for(lambda: "(policy.min_group)" in log.read_text(), "the run is refused")

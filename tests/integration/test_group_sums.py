@@ -273,10 +273,12 @@ def test_aggregator_that_offers_another_group_gets_no_key(
 ):
     """It divides the sites as it likes, and each site holds to what it has drawn."""
 
-    def chosen(whole: Contract, group: Sequence[SiteId], digest: bytes) -> Contract:
+    def chosen(
+        whole: Contract, group: Sequence[SiteId], digest: bytes, threshold: int
+    ) -> Contract:
         names = sorted(member.site for member in whole.members)
         at = 3 * (names.index(group[0]) % 3)
-        return group_contract(whole, names[at : at + 3], digest)
+        return group_contract(whole, names[at : at + 3], digest, threshold)
 
     monkeypatch.setattr("aggregator.group_sums.group_contract", chosen)
     with pytest.raises(QuorumNotMet, match="group is site-"):

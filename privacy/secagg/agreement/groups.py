@@ -197,7 +197,7 @@ def _listed(groups: Sequence[Sequence[SiteId]]) -> bytes:
 
 
 def group_contract(
-    whole: Contract, group: Sequence[SiteId], partition: bytes
+    whole: Contract, group: Sequence[SiteId], partition: bytes, threshold: int = 0
 ) -> Contract:
     """Write the contract of one group.
 
@@ -205,6 +205,7 @@ def group_contract(
         whole: That of all sites.
         group: Names of the sites of the group.
         partition: ``DrawResult.digest``.
+        threshold: Fewest updates that its sums hold; 0 for those of all its sites.
     """
     chosen = [member for member in whole.members if member.site in group]
     members = tuple(replace(m, number=at) for at, m in enumerate(chosen, start=1))
@@ -218,8 +219,8 @@ def group_contract(
     return replace(
         whole,
         members=members,
-        threshold=len(members),
-        min_sites=len(members),
+        threshold=threshold or len(members),
+        min_sites=threshold or len(members),
         scale=ring.scale,
         amplitude=ring.amplitude,
         partition=partition,

@@ -32,10 +32,12 @@ class Group:
     Attributes:
         sites: Those of the group, this one among them.
         partition: Digest of all groups, ``groups.Outcome.digest``.
+        threshold: Fewest updates that its sums hold; 0 for those of all its sites.
     """
 
     sites: frozenset[SiteId]
     partition: bytes
+    threshold: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +200,13 @@ def _group_faults(q: Contract, policy: LocalPolicy) -> _Faults:
         yield _Fault(
             "members",
             f"this site's group is {', '.join(sorted(group.sites))}",
+        )
+    fewest = 0 if group is None else group.threshold or len(group.sites)
+    if group is not None and (q.threshold, q.min_sites) != (fewest, fewest):
+        yield _Fault(
+            "threshold",
+            f"a sum may hold {min(q.threshold, q.min_sites)} updates, but the job that "
+            f"was proposed to this site gives {fewest}",
         )
     if group is None and policy.sites is not None and members != policy.sites:
         yield _Fault("members", "they are not the sites of the job that was proposed")

@@ -119,6 +119,11 @@ class AggregatorRound:
         self.disputes: list[tuple[SiteId, SiteId]] = []
 
     @property
+    def threshold(self) -> int:
+        """t, consents and shares without which no sum is opened."""
+        return self._contract.threshold
+
+    @property
     def silent(self) -> frozenset[SiteId]:
         """Sites that have not answered the current step of this round."""
         missing = set(self._cohort) - self._heads.keys()

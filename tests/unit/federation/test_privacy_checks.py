@@ -228,6 +228,30 @@ def test_robust_rule_over_groups_is_accepted():
     assert _grouped(record, sites=7).sites_in_sum == 2
 
 
+def test_named_groups_have_a_threshold_of_their_own_size():
+    """More than two thirds of each, or two sums of one round could be opened."""
+
+    def of(threshold: int | None, *sizes: int) -> JobSpec:
+        names = iter(NINE)
+        groups = [[next(names) for _ in range(size)] for size in sizes]
+        tables = {
+            "schedule": {"mode": "buffered", "groups": groups},
+            "aggregation": {"combine": "mean", "byzantine_sites": 0},
+            "privacy": {"secure_aggregation": {"groups": None, "threshold": threshold}},
+        }
+        return _grouped(tables, sites=sum(sizes))
+
+    job = of(3, 3, 6)
+    assert [job.fewest_with(site) for site in ("a", "d")] == [3, 5]
+    assert (job.sites_in_sum, job.smallest_cohort, job.most_absent) == (3, 3, 1)
+    assert (job.buffer_size, job.minimum_sites) == (3, 9)
+    whole = of(None, 4, 5)
+    assert (whole.sites_in_sum, whole.most_absent, whole.buffer_size) == (4, 0, 4)
+    with pytest.raises(JobError, match="no sum has 5 updates") as caught:
+        of(5, 4, 4)
+    assert caught.value.key == f"{SECURE}.threshold"
+
+
 @pytest.mark.parametrize(
     ("change", "sites", "key", "text"),
     [

@@ -245,6 +245,29 @@ def test_contract_of_other_groups_is_refused():
         assert caught.value.key == key
 
 
+def test_group_of_another_threshold_than_the_jobs_is_refused():
+    """Whoever may be missing from a sum is the job's to say, not the aggregator's."""
+    outcome = outcome_of(DRAW, VALUES, SECRETS)
+    partition = outcome.digest
+    five = [member.site for member in WHOLE.members][:5]
+    lowered, all_ = (group_contract(WHOLE, five, partition, t) for t in (4, 0))
+    assert (lowered.setting, lowered.quorum) == (Setting.P2, 4)
+    assert all_.setting is Setting.P1
+    for contract, threshold in ((lowered, 4), (all_, 0)):
+        group = Group(sites=frozenset(five), partition=partition, threshold=threshold)
+        check_against_policy(contract, PARTIES.policy(group=group))
+        other = replace(group, threshold=4 - threshold)
+        with pytest.raises(ContractRefused) as caught:
+            check_against_policy(contract, PARTIES.policy(group=other))
+        assert caught.value.key == "threshold"
+    fewer = replace(all_, min_sites=4)
+    with pytest.raises(ContractRefused, match="may hold 4 updates"):
+        check_against_policy(
+            fewer,
+            PARTIES.policy(group=Group(sites=frozenset(five), partition=partition)),
+        )
+
+
 def test_group_against_a_sites_policy_is_refused():
     """What an operator demands of a sum holds for the sum of a group."""
     contract, group = of_group()
