@@ -362,7 +362,11 @@ class AggregatorService:
     def _tell_ends(self, runs: Sequence[QueuedRun]) -> None:
         for one in runs:
             if one.outcome is not None and one.run.path in self._at_work:
-                self._note("run.end", one.run, status=one.status, reason=one.reason)
+                try:
+                    self._note("run.end", one.run, status=one.status, reason=one.reason)
+                except FederationError as error:  # Tried again; others go on.
+                    self._tell_once(str(error))
+                    continue
                 self._at_work.remove(one.run.path)
                 reason = f": {one.reason}" if one.reason else ""
                 self.listener(f"run {one.run.path.name} {one.status}{reason}")

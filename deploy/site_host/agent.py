@@ -125,6 +125,8 @@ class SiteAgent:
     _runs: OrderedDict[RunId, OpenRun | ProposedRun] = field(
         default_factory=OrderedDict, init=False
     )
+    # The settings that are on record.
+    _noted: SiteFile | None = field(default=None, init=False)
     _lines: dict[RunId, RunLines] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -294,8 +296,11 @@ class SiteAgent:
             self.listener(f"the end of run {run_id} is not in the audit log: {error}")
 
     def _note_settings(self) -> None:
+        if self._noted == self.config.file:
+            return
         folder, who, now = self.config.folder, audit_log.AGENT, self.clock.now()
         audit_log.note_settings(folder, asdict(self.config.file), at=now, who=who)
+        self._noted = self.config.file
 
     def _total_spent(self, config: SiteConfig) -> str:
         """Say what all runs on the site's records have spent, and what is allowed."""

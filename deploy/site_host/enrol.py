@@ -132,11 +132,11 @@ def enroll(
         prove=None if vouched is None else vouched.prove,
     )
     way = connect(token.address, root, None)
-    about = {"address": token.address, "authority": token.authority}
-    audit_log.note(folder, "site.enrol", token.site, at=clock.now(), **about)
     found = enrolment.read_answer(_patiently(lambda: way.post(request), clock))
     expires = _check_certificate(found, key, root, clock=clock)
     members = _check_roster(found, SiteId(token.site), own)
+    about = {"address": token.address, "authority": token.authority}
+    audit_log.note(folder, "site.enrol", token.site, at=clock.now(), **about)
     _replace(folder / "ca.crt", root)
     # A machine whose operator signs rosters trusts none before.
     if vouched is None or not vouched.signer:

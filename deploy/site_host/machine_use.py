@@ -167,7 +167,7 @@ class Machine:
         self._root = root
         packages = sorted((root / "sys/class/powercap").glob("intel-rapl:?"))
         self._packages = [path for path in packages if _counts(path)]
-        self._cpus = len(os.sched_getaffinity(0))
+        self._cpus = os.cpu_count() or 1
         self._has_gpu = (root / "dev/nvidia0").exists()
         self._gpus = _Gpus() if self._has_gpu else None
 
@@ -181,9 +181,9 @@ class Machine:
         proc = self._root / "proc"
         ticks = [
             int(part)
-            for part in (proc / "stat").read_text().split("\n")[0].split()[1:9]
+            for part in (proc / "stat").read_text().split("\n")[0].split()[1:8]
         ]
-        busy = sum(ticks) - ticks[3] - ticks[4]  # Without idle and iowait.
+        busy = sum(ticks) - ticks[3] - ticks[4]  # Without idle, iowait and stolen.
         memory = dict(
             line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines()
         )
@@ -295,9 +295,11 @@ class UseLog:
     _saved: float = 0.0
 
     def __post_init__(self) -> None:
-        """Go on with earlier sums."""
-        now = self.clock.now()
-        self._use = read_use(self.folder) or MachineUse(since=now, at=now)
+        """Go on with earlier sums, unless their energy was unknown."""
+        now, known = self.clock.now(), read_use(self.folder)
+        if known is None or any(each.joules is None for each in known.states):
+            known = MachineUse(since=now, at=now)
+        self._use = known
 
     def look(self) -> None:
         """Count the time since the last look.
@@ -306,9 +308,9 @@ class UseLog:
             OSError, ValueError: See ``Machine.read``.
         """
         at, counted = self.clock.monotonic(), self.read()
-        if self._before is not None:
-            self._add(at - self._before[0], self._before[1], counted)
-        self._before = (at, counted)
+        before, self._before = self._before, (at, counted)
+        if before is not None:
+            self._add(at - before[0], before[1], counted)
 
     def _add(self, seconds: float, before: Counters, after: Counters) -> None:
         network = max(0, after.network_bytes - before.network_bytes)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloud_adapters.extras import naming_extras
-from federation.errors import StoreUnavailable
+from federation.errors import StoreUnavailable, os_errors
 from federation.events import (
     Event,
     RoundFinished,
@@ -233,7 +233,9 @@ class TraceSender:
         del self._pending[:-MAX_PENDING]  # A collector that is down fills no memory.
         while self._pending:
             batch = self._pending[:MAX_BATCH]
-            if self._exporter.export(batch) is not SpanExportResult.SUCCESS:
+            with os_errors(StoreUnavailable, "send traces"):  # A malformed URL.
+                taken = self._exporter.export(batch)
+            if taken is not SpanExportResult.SUCCESS:
                 raise StoreUnavailable(
                     "the collector does not take traces: see whether it is up, and "
                     "OTEL_EXPORTER_OTLP_HEADERS, if it wants a token"

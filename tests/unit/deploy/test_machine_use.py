@@ -1,5 +1,6 @@
 """What a site's machine does, and the energy that takes: counted from its files."""
 
+import json
 import sys
 import types
 from dataclasses import replace
@@ -12,6 +13,7 @@ from support import agents
 from deploy.site_host import machine_use, run_status
 from deploy.site_host.machine_use import Counters, Machine, UseLog, energy
 from federation.clock import VirtualClock
+from federation.typed_json import encode
 
 REST = Counters(
     cpu_seconds=100.0,
@@ -25,7 +27,7 @@ REST = Counters(
 def machine(root: Path, busy: int, *, joules: int | None = None) -> Path:
     """The files of a machine whose processors were busy for so many hundredths."""
     files = {
-        "proc/stat": f"cpu  {busy} 0 0 1000 50 0 0 0 0 0\ncpu0 1 1 1 1\n",
+        "proc/stat": f"cpu  {busy} 0 0 1000 50 0 0 9 0 0\ncpu0 1 1 1 1\n",
         "proc/meminfo": "MemTotal: 4096 kB\nMemFree: 1 kB\nMemAvailable: 1024 kB\n",
         "proc/net/dev": "Inter-|\n face |bytes\n    lo: 9 0 0 0 0 0 0 0 9 0\n"
         "  eth0: 70 0 0 0 0 0 0 0 30 0\n",
@@ -103,9 +105,7 @@ def test_energy_of_a_gpu_that_nothing_measures_is_unknown(
     assert (low, high, methods) == (3.0, 3.0, ("model", "NVML"))
 
 
-def test_time_is_training_communication_or_idle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_time_is_training_communication_or_idle(tmp_path: Path):
     """Sums outlive the process; the operator sees them, and nobody else."""
     clock, work, counted = VirtualClock(1e9), [True], [REST]
     config = agents.site_config(tmp_path, "north", compute={"grams_per_kwh": 360.0})
@@ -157,9 +157,35 @@ def test_time_is_training_communication_or_idle(
     assert [row.split(",")[1] for row in rows[1:]] == [
         *("training", "communication", "idle", "idle")
     ]
+
+
+def test_log_is_bounded_and_what_is_damaged_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As does what was unknown, or it would stay so for ever."""
+    clock = VirtualClock(1e9)
     monkeypatch.setattr(machine_use, "MAX_LOG_BYTES", 100)
-    clock.sleep(1.0)
-    again.look()
+
+    def log() -> UseLog:
+        return UseLog(
+            folder=tmp_path, clock=clock, is_at_work=lambda: False, read=lambda: REST
+        )
+
+    first = log()
+    for _ in range(4):
+        first.look()
+        clock.sleep(1.0)
     assert len((tmp_path / "use.csv").read_text().splitlines()) == 2
+    assert (tmp_path / "use.csv.1").exists()
+    first.save()
+    use = machine_use.read_use(tmp_path)
+    assert use is not None
+    assert (use.since, use.states[2].seconds) == (1e9, 3.0)
+    unknown = replace(use, states=(replace(use.states[0], joules=None),))
+    (tmp_path / "use.json").write_text(json.dumps(encode(unknown)))
+    log().save()
+    anew = machine_use.read_use(tmp_path)
+    assert anew is not None
+    assert (anew.since, anew.states[0].joules) == (clock.now(), (0.0, 0.0))
     (tmp_path / "use.json").write_text("{")
-    assert machine_use.read_use(tmp_path) is None  # The next one begins anew.
+    assert machine_use.read_use(tmp_path) is None

@@ -144,6 +144,9 @@ def test_a_collector_that_is_down_gets_all_of_it_later(
             assert (sender.sent, len(server.spans) > 3) == (3, True)
             sender.look([run])
             assert sender.sent == 3
+        lost = TraceSender("collector:4318")
+        with closing(lost), pytest.raises(StoreUnavailable):
+            lost.look([run])
         with closing(TraceSender(place, since=event_samples.START + 1e6)) as late:
             late.look([run])
             assert late.sent == 0
