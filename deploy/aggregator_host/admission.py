@@ -1,6 +1,7 @@
 """What the scheduler is given, from the files of an aggregator's runs."""
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +15,15 @@ from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.owners import Owner, Owners, Usage
 from deploy.aggregator_host.run_queue import QueuedRun
 from deploy.aggregator_host.scheduler import Candidate, Plan, Rules, Share
+from federation.errors import FederationError, JobError
 from federation.event_log import from_line
 from federation.events import ModelEvaluated, RoundFinished, RunStarted
+from federation.job import job_file
 from federation.job.spec import JobSpec
+from federation.rounds import cost
+from federation.rounds.cost import Speeds
 from monitoring.runs.run_folder import RunFolder
+from monitoring.views import run_plan
 
 _HOUR, _GIGABYTE = 3600.0, 1e9
 _RECENT = 5  # Rounds that show a run's pace.
@@ -79,7 +85,7 @@ def admission(
         used[one.request.owner] += scheduler.used_now(
             one.held_seconds(now), len(one.request.sites), ended=one.ended(now), now=now
         )
-    refused = {name: _refused(known, name, runs, now) for name in used}
+    refused = {name: _refused(config, known, name, runs, now) for name in used}
     paces = _paces(runs, now) if lengths else {}
     queue = config.file.queue
     return Admission(
@@ -158,33 +164,98 @@ def check_submission(
     """
     found = owners.read(config.folder).find(owner)
     runs = run_queue.handed_over(config.runs).runs
-    used = usage(runs, owner, now) if found and found.quota != Usage() else Usage()
+    used = Usage()
+    if found and found.quota != Usage():
+        priced = found.quota.dollars is not None
+        used = usage(config, runs, owner, now, priced=priced)
+        if _prices(config, job) is None:
+            used = replace(used, dollars=None)
     owners.check_submission(found, owner, priority, job, used)
     return owner
 
 
-def usage(runs: Sequence[QueuedRun], owner: str, now: float) -> Usage:
-    """Add up what an owner's runs have used."""
+def usage(
+    config: AggregatorConfig,
+    runs: Sequence[QueuedRun],
+    owner: str,
+    now: float,
+    *,
+    priced: bool = True,
+) -> Usage:
+    """Add up what an owner's runs have used; in dollars, too, if that is asked."""
     mine = [one for one in runs if one.request.owner == owner]
+    prices = [_dollars(config, one, now) for one in mine] if priced else [None]
+    known = [price for price in prices if price is not None]
     measured = [_measured(one.run) for one in mine]
     held = sum(one.held_seconds(now) * len(one.request.sites) for one in mine)
     return Usage(
         site_hours=held / _HOUR,
         gigabytes=sum(sent for sent, _ in measured) / _GIGABYTE,
         epsilon=sum(epsilon for _, epsilon in measured),
+        dollars=sum(known) if len(known) == len(prices) else None,
     )
+
+
+def _prices(config: AggregatorConfig, job: JobSpec) -> Speeds | None:
+    """The operator's prices; None if one of a job's sites has none."""
+    path = config.folder / config.file.queue.prices
+    if not config.file.queue.prices:
+        return None
+    try:
+        found = job_file.load_table(path, Speeds, lambda _: None)
+    except JobError:  # Its owners are refused, with the key.
+        return None
+    priced = {site.name for site in found.sites}
+    return found if {site.name for site in job.sites} <= priced else None
+
+
+def _dollars(config: AggregatorConfig, one: QueuedRun, now: float) -> float | None:
+    """What a run's machines and bytes have cost; None if a price is not known."""
+    seconds = one.held_seconds(now)
+    if not seconds:
+        return 0.0
+    # Of a run at work the bytes are counted once a minute: reading its log takes time.
+    until = now if one.outcome is None else one.ended(now)
+    try:
+        plan = run_plan.read(one.run.path)
+        speeds = None if plan is None else plan.speeds
+        speeds = speeds or _prices(config, one.run.read_spec())
+        if speeds is None:
+            return None
+        sites = _bytes_of_sites(one.run.path, until // 60)
+        total = sum(cost.dollars(seconds, sites, speeds).values())
+    except FederationError:  # A damaged file, or prices of other sites.
+        return None
+    return None if math.isnan(total) else total
+
+
+@functools.lru_cache(maxsize=4096)
+def _bytes_of_sites(path: Path, _minute: float) -> Mapping[str, tuple[float, float]]:
+    """Bytes to and from each site of a run, so far."""
+    run = RunFolder(path)
+    names = [site.name for site in run.read_spec().sites]
+    sites = run.view().sites if run.exists() else ()
+    found = {site.site: (site.bytes_down, site.bytes_up) for site in sites}
+    return {name: found.get(name, (0, 0)) for name in names}
 
 
 def _known(known: Owners, name: str) -> Owner:
     return known.find(name) or Owner(name=name)
 
 
-def _refused(known: Owners, name: str, runs: Sequence[QueuedRun], now: float) -> str:
+def _refused(
+    config: AggregatorConfig,
+    known: Owners,
+    name: str,
+    runs: Sequence[QueuedRun],
+    now: float,
+) -> str:
     """Why no run of an owner may work now; empty if they may."""
     owner = _known(known, name)
     if owner.quota == Usage():
         return ""
-    return owners.exceeded(owner, usage(runs, name, now))
+    priced = owner.quota.dollars is not None
+    return owners.exceeded(owner, usage(config, runs, name, now, priced=priced))
 
 
 def _takes_turns(one: QueuedRun, flower: Mapping[int, FlowerRun] | None) -> bool:

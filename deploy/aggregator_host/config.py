@@ -76,8 +76,12 @@ class QueueSpec:
         functions: Functions that a job submitted with an owner's token may name, as
             `policy.functions` of `site.toml`: the coordinator on this host calls them
             with the job's options.
+        prices: A [speeds file](speeds-file.md), relative to this file, whose prices
+            owners' dollars are counted with. A run that `crossfed up` has started and
+            predicted has those of its own prediction.
     """
 
+    prices: str = ""
     max_runs: int = key(default=1, low=1)
     slice_seconds: float = key(default=600.0, above=0.0)
     age_seconds: float = key(default=3600.0, above=0.0)

@@ -35,11 +35,14 @@ class Usage:
         site_hours: Hours that sites were held, added up over sites.
         gigabytes: Sent and received by the aggregator, in 10^9 bytes.
         epsilon: The largest of any site, added up over runs.
+        dollars: Of machines and traffic, as ``federation.rounds.cost`` counts them. In
+            what was used None if a price is not known.
     """
 
     site_hours: float | None = None
     gigabytes: float | None = None
     epsilon: float | None = None
+    dollars: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +129,9 @@ def check_settings(
     Raises:
         JobError: The message names the key.
     """
-    del quota
+    for what in _UNITS:
+        if getattr(quota, what) == 0:
+            raise JobError(f"no job fits {what}=0: revoke the owner", key="--quota")
     if name == OPERATOR:
         raise JobError(
             f"{OPERATOR!r} is whoever works on this host: choose another", key="name"
@@ -140,7 +145,13 @@ def check_settings(
 def exceeded(owner: Owner, used: Usage) -> str:
     """Say which of its quotas an owner has used up; empty if none."""
     for what, unit in _UNITS.items():
-        limit, value = getattr(owner.quota, what), getattr(used, what) or 0.0
+        limit, value = getattr(owner.quota, what), getattr(used, what)
+        if limit is not None and value is None:
+            return (
+                f"owner {owner.name!r} has a quota of {unit} ({what}), and they cannot "
+                "be counted: queue.prices in aggregator.toml must name a file with the "
+                "prices of every site"
+            )
         if limit is not None and value >= limit:
             return (
                 f"owner {owner.name!r} has used {value:.4g} of {limit:g} {unit} "
@@ -190,4 +201,5 @@ _UNITS: Mapping[str, str] = {
     "site_hours": "site-hours",
     "gigabytes": "GB",
     "epsilon": "epsilon",
+    "dollars": "dollars",
 }

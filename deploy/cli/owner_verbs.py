@@ -88,7 +88,7 @@ def _list(options: argparse.Namespace) -> int:
             "max_priority": one.max_priority,
             "token": "valid" if one.token else "revoked",
             "quota": asdict(one.quota),
-            "used": asdict(admission.usage(runs, one.name, now)),
+            "used": asdict(admission.usage(config, runs, one.name, now)),
         }
         for one in owners.read(config.folder).owners
     ]
@@ -98,7 +98,8 @@ def _list(options: argparse.Namespace) -> int:
     for row in rows:
         for what, limit in row.pop("quota").items():
             most = "" if limit is None else f" of {limit:g}"
-            row[what] = f"{row['used'][what] or 0.0:.4g}{most}"
+            used = row["used"][what]
+            row[what] = "unknown" if used is None else f"{used:.4g}{most}"
         del row["used"]
     names = [*rows[0]] if rows else ["owner"]
     say_table(names, ([f"{row[name]}" for name in names] for row in rows))

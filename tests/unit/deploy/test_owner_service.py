@@ -325,7 +325,8 @@ def test_operators_verbs_make_list_and_revoke_owners(
         ["operator"],
         ["dan", "--weight", "0"],
         ["dan", "--max-priority", "1000"],
-        ["dan", "--quota", "dollars=5"],
+        ["dan", "--quota", "euros=5"],
+        ["dan", "--quota", "dollars=0"],
         ["dan", "--quota", "epsilon=-1"],
     ):
         assert cli.main([*verb, "add", *wrong]) == 2, wrong

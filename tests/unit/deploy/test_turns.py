@@ -25,6 +25,7 @@ from deploy.aggregator_host.run_queue import (
     Requeue,
     TurnOver,
 )
+from deploy.aggregator_host.scheduler import Plan
 from federation.errors import CorruptObject, JobError
 from federation.event_log import to_line
 from federation.events import RoundFinished, RunFinished, RunStarted
@@ -249,13 +250,13 @@ def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
     started(run, 0.1)
     noted(run, 1000.0)
     runs = run_queue.handed_over(tmp_path / "runs").runs
-    used = admission.usage(runs, "ann", 1800.1)
+    used = admission.usage(config(tmp_path), runs, "ann", 1800.1)
     assert used.site_hours == pytest.approx(1.0)
     rounds = [e for e in event_samples.two_sites(2) if isinstance(e, RoundFinished)]
     total = sum(e.bytes_down + e.bytes_up for e in rounds)
     assert used.gigabytes == pytest.approx(total / 1e9)
-    assert admission.usage(runs, "bob", 1800.1) == Usage(
-        site_hours=0.0, gigabytes=0, epsilon=0
+    assert admission.usage(config(tmp_path), runs, "bob", 1800.1) == Usage(
+        site_hours=0.0, gigabytes=0, epsilon=0, dollars=0
     )
     quota = Usage(site_hours=1.5)
     owners.change(tmp_path, "ann", lambda _: Owner(name="ann", quota=quota))
@@ -268,6 +269,49 @@ def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
         waits["b"].text()
         == "owner 'ann' has used 2 of 1.5 site-hours (quota site_hours)"
     )
+
+
+def test_dollars_are_time_and_bytes_at_the_prices_that_are_stated(tmp_path: Path):
+    """And where a price is not, an owner with such a quota has no run."""
+    run = submitted(tmp_path, "a", owner="ann")
+    started(run, 0.1)
+    noted(run, 1000.0)
+    sample = event_samples.two_sites(2)
+    events = [event for event in sample if not isinstance(event, RunFinished)]
+    run.events.write_text("".join(f"{to_line(event)}\n" for event in events))
+    runs = run_queue.handed_over(tmp_path / "runs").runs
+    made = Owner(name="ann", quota=Usage(dollars=4.0))
+    owners.change(tmp_path, "ann", lambda _: made)
+    priced = config(tmp_path, prices="speeds.toml")
+
+    def plan() -> Plan:
+        flower = {7: RUNNING}
+        return admission.admission(priced, runs, flower, now=3600.1).plan()
+
+    assert admission.usage(priced, runs, "ann", 3600.1).dollars is None
+    assert plan().pause == ["a"]
+    with pytest.raises(JobError, match=r"dollars.*queue\.prices"):
+        admission.check_submission(priced, JOB, "ann", 0, now=9.0)
+    speed = (
+        "train_examples_per_second = 1.0\nevaluate_examples_per_second = 1.0\n"
+        "down_bytes_per_second = 1.0\nup_bytes_per_second = 1.0\n"
+    )
+    tables = [
+        f'[[sites]]\nname = "{site}"\n{speed}dollars_per_hour = {price}\n'
+        f"dollars_per_gigabyte = 1e6\n"
+        for site, price in zip(sorted(SITES), (1.0, 2.0), strict=True)
+    ]
+    file = tmp_path / "speeds.toml"
+    file.write_text("dollars_per_hour = 0.5\n" + tables[0])
+    assert admission.usage(priced, runs, "ann", 3600.1).dollars is None
+    file.write_text("dollars_per_hour = 0.5\n" + "".join(tables))
+    sent = sum(site.bytes_up for site in run.view().sites if site.site in SITES)
+    used = admission.usage(priced, runs, "ann", 3600.1).dollars
+    assert used == pytest.approx(1.0 + 2.0 + 0.5 + sent / 1e3)
+    assert not plan().pause
+    assert admission.check_submission(priced, JOB, "ann", 0, now=9.0) == "ann"
+    owners.change(tmp_path, "ann", lambda _: replace(made, quota=Usage(dollars=3.0)))
+    assert plan().pause == ["a"]
 
 
 def test_what_a_run_still_takes_follows_its_rounds_and_not_its_start(tmp_path: Path):
