@@ -30,6 +30,7 @@ KINDS: Mapping[str, type[Event]] = types.MappingProxyType(
 )
 
 _DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+_ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 class EventWriter(Closing):
@@ -81,7 +82,7 @@ class EventWriter(Closing):
 def to_line(event: Event) -> str:
     """Write an event as one line of JSON, without the line break."""
     record = {"event": type(event).__name__, **encode(event)}
-    return json.dumps(record, allow_nan=False, separators=(", ", ": "))
+    return _ENCODER.encode(record)
 
 
 def from_line(line: str | bytes) -> Event | None:
@@ -125,7 +126,7 @@ def read_events(path: Path, *, without: Collection[type[Event]] = ()) -> list[Ev
     if _is_whole(last):
         lines.append(last)
     events = []
-    with _no_collection():
+    with no_collection():
         for number, line in enumerate(lines, start=1):
             if number < len(lines) and line.startswith(skipped):
                 continue
@@ -141,7 +142,7 @@ def read_events(path: Path, *, without: Collection[type[Event]] = ()) -> list[Ev
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Look for no cycles: events have none, and it takes a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -18,27 +18,47 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _SHOWN_CHARS = 60
+_ABSENT = object()
+_PLAIN = frozenset({str, int, bool, type(None)})  # JSON has these as they are.
 
 
 def encode(value: Any) -> Any:
     """Encode a dataclass in values that ``json.dumps`` accepts."""
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        found: dict[str, Any] = {}
-        for field, item in fields.items():
-            if not isinstance(item, Mapping):
-                found[field] = encode(item)
-                continue
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, tuple):
+        return [item if type(item) in _PLAIN else encode(item) for item in value]
+    fields = _field_names(kind)
+    return value if fields is None else _encode_fields(value, fields)
+
+
+def _encode_fields(value: Any, fields: Collection[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in fields:
+        item = getattr(value, field)
+        if type(item) in _PLAIN:
+            found[field] = item
+        elif not isinstance(item, Mapping):
+            found[field] = encode(item)
+        else:
             mark = f"{field}."
             for name, number in item.items():
                 is_taken = name in fields or name.startswith(mark)
                 found[mark + name if is_taken else name] = encode(number)
-        return found
-    if isinstance(value, tuple):
-        return [encode(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    return found
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Fields of a dataclass; None of another type."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def refuse_constant(word: str) -> None:
@@ -120,7 +140,11 @@ def _tuple_decoder(items: tuple[Any, ...]) -> Callable[[Any], tuple[Any, ...]]:
 def _fields_decoder(kind: type) -> Callable[[Any], Any]:
     hints = get_type_hints(kind)
     named = [name for name, hint in hints.items() if get_origin(hint) is Mapping]
-    decoders = [(n, _decoder(hint)) for n, hint in hints.items() if n not in named]
+    decoders = [
+        (name, _usual(hint), _decoder(hint))
+        for name, hint in hints.items()
+        if name not in named
+    ]
 
     def decode_fields(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -128,9 +152,12 @@ def _fields_decoder(kind: type) -> Callable[[Any], Any]:
         known: dict[str, Any] = {}
         name = ""
         try:
-            for name, decode_field in decoders:
-                if name in value:
-                    known[name] = decode_field(value[name])
+            for name, usual, decode_field in decoders:
+                item = value.get(name, _ABSENT)
+                if type(item) is usual:  # Most are, and a call takes longer.
+                    known[name] = item
+                elif item is not _ABSENT:
+                    known[name] = decode_field(item)
         except _Unlike as error:
             raise error.below(f".{name}") from None
         for name in named:
@@ -138,6 +165,12 @@ def _fields_decoder(kind: type) -> Callable[[Any], Any]:
         return _made(kind, known)
 
     return decode_fields
+
+
+def _usual(hint: Any) -> type | None:
+    """The type of most values of a field, if they need no decoding."""
+    arms = [arm for arm in get_args(hint) or (hint,) if arm is not type(None)]
+    return arms[0] if arms[0] in _SCALARS and get_origin(hint) is not tuple else None
 
 
 def _made(kind: type, known: Mapping[str, Any]) -> Any:

@@ -143,6 +143,8 @@ class VirtualGrid:
         self.returned = returned
         self._open: dict[TaskId, tuple[Task, Reply]] = {}
         self._events: list[tuple[float, int, Callable[[], deque[Reply]]]] = []
+        # Deadlines, of which those of tasks that are closed say nothing.
+        self._ends: list[tuple[float, int, TaskId]] = []
         self._order = count()  # Of events at the same time: that of their making.
         self._num_sent = 0
 
@@ -157,17 +159,25 @@ class VirtualGrid:
         unknown = [task.site for task in tasks if task.site not in self._machines]
         if unknown:
             raise ValueError(f"the grid has no sites {unknown}")
-        return [self._post(task, deadline_seconds) for task in tasks]
+        sizes = wire.encoded_sizes(tasks)
+        return [
+            self._post(task, deadline_seconds, num_bytes)
+            for task, num_bytes in zip(tasks, sizes, strict=True)
+        ]
 
     def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
         """Let time pass until there is a reply."""
         end = None
         if timeout_seconds is not None:
             end = self._clock.monotonic() + timeout_seconds
-        while self._open and (end is None or self._events[0][0] <= end):
-            seconds, _, happen = heapq.heappop(self._events)
-            self._clock.wait_until(seconds)
-            replies = happen()
+        while self._open and (end is None or self._next_seconds() <= end):
+            self._clock.wait_until(self._next_seconds())
+            if not self._events or self._ends[0][:2] < self._events[0][:2]:
+                _, _, task_id = heapq.heappop(self._ends)
+                replies = self._settle(task_id, [self._open[task_id][1]])
+            else:
+                _, _, happen = heapq.heappop(self._events)
+                replies = happen()
             if replies:
                 return replies
         if self._open and end is not None:
@@ -179,14 +189,19 @@ class VirtualGrid:
         closed = [task_id for task_id in task_ids if task_id in self._open]
         return {task_id: self._open.pop(task_id)[1].bytes_down for task_id in closed}
 
+    def _next_seconds(self) -> float:
+        """When something happens next, while a task is open."""
+        while self._ends[0][2] not in self._open:
+            heapq.heappop(self._ends)
+        return min(self._ends[0][0], self._events[0][0] if self._events else math.inf)
+
     def _at(self, seconds: float, happen: Callable[[], deque[Reply]]) -> None:
         heapq.heappush(self._events, (seconds, next(self._order), happen))
 
-    def _post(self, task: Task, deadline_seconds: float) -> TaskId:
+    def _post(self, task: Task, deadline_seconds: float, num_bytes: int) -> TaskId:
         machine, now = self._machines[task.site], self._clock.monotonic()
         task_id = TaskId(self._num_sent)
         self._num_sent += 1
-        num_bytes = wire.encoded_size(task)
         text = no_answer(deadline_seconds)
         missed = Reply(
             task_id=task_id,
@@ -200,7 +215,8 @@ class VirtualGrid:
         delay = machine.latency_seconds
         arrival = now + message_seconds(num_bytes, machine.down, delay)
         self._at(arrival, lambda: self._work(task_id))
-        self._at(now + deadline_seconds, lambda: self._settle(task_id, [missed]))
+        end = now + deadline_seconds, next(self._order), task_id
+        heapq.heappush(self._ends, end)
         return task_id
 
     def _work(self, task_id: TaskId) -> deque[Reply]:

@@ -65,6 +65,11 @@ class Meter:
         with self._lock:
             self._uses[use.operation] = use.plus(self._uses.get(use.operation))
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there were calls since the last time."""
+        return bool(self._uses)
+
     def take(self) -> Sequence[StoreUse]:
         """Return the calls since the last time, by name of the operation."""
         with self._lock:

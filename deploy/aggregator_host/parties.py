@@ -13,7 +13,7 @@ from federation.durable_files import replace_file
 from federation.errors import JobError
 from federation.ids import SiteId, new_run_id
 from federation.job import job_digest
-from federation.job.spec import JobSpec
+from federation.job.spec import SURROGATE, JobSpec
 from monitoring.runs.run_folder import RunFolder
 from privacy.keystream import RandomBytes
 from privacy.membership import roster_file
@@ -154,6 +154,8 @@ def check_job(job: JobSpec) -> None:
     """
     if job.simulation.faults:
         raise JobError("are for simulations only", key="simulation.faults")
+    if job.simulation.training == SURROGATE:
+        raise JobError("is for simulations only", key="simulation.training")
     if job.simulation.live_metrics:
         raise JobError(
             "is for simulations only: remove it, and run crossfed export-metrics with "

@@ -152,7 +152,7 @@ class RunRecord:
                 self.run.write_statistics(found)
             self.run.write_result(result(view))
             if self.report:
-                leave_report(self.run)
+                leave_report(self.run, view=view)
         if self._copies is not None:
             self._copies.leave()
         first = self._first_round or 1

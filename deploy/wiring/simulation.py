@@ -17,6 +17,7 @@ from clients.privacy.ledger_memory import LifetimeBudget
 from clients.privacy.site_memory import FileMemory, InMemory
 from clients.privacy.site_plans import LedgerContext, PrivateSites
 from clients.training.local_federation import Federation, SiteData
+from clients.training.surrogate import NOTICE
 from clients.user_code import FirstFailure, last_frames, origin, sentence
 from cloud_adapters.local.transcript import check_fresh
 from deploy.wiring import (
@@ -48,7 +49,7 @@ from federation.events import Emit, Event, Warned
 from federation.ids import RunId, SiteId, new_run_id
 from federation.job import job_file
 from federation.job.code_files import unpinned
-from federation.job.spec import JobSpec
+from federation.job.spec import SURROGATE, JobSpec
 from federation.messages import join_anchors
 from federation.protocols import (
     Clock,
@@ -175,6 +176,8 @@ def _id_of(run: RunFolder | None, now: float) -> RunId:
 
 def _check_time(job: JobSpec, engine: str) -> None:
     """Refuse choices by real time, which would make each simulation another one."""
+    if job.simulation.training == SURROGATE and engine != "virtual":
+        raise JobError("needs --engine virtual", key="simulation.training")
     if leaves_steps_open(job) and engine != "virtual":
         key = "data.placement" if moves_data(job) else "schedule.allocation"
         raise JobError(
@@ -327,6 +330,7 @@ class _Simulation:
         self._speeds = virtual_engine.speeds_of(self._job)
         self._is_over = threading.Event()
         federation = replace(federation, ends_early=self._is_over.is_set)
+        self._make_trainer = virtual_engine.trainers(federation)
         self._federation = federation
         now = self._clock.now()
         if run is None or not run.exists():
@@ -381,6 +385,8 @@ class _Simulation:
         yield wiring.data_distributed(self._federation, at=self._clock.now())
         trained = [train for train, _ in self._federation.site_data.values()]
         notes = {note_on_persons(self._job, train) for train in trained}
+        surrogate = self._job.simulation.training == SURROGATE
+        notes |= {NOTICE} if surrogate else set()
         for text in (dropout_notice(self._job), notice(self._job), *sorted(notes)):
             if text:
                 yield Warned(at=self._clock.now(), message=text)
@@ -464,7 +470,7 @@ class _Simulation:
 
     def _trainer(self, name: SiteId) -> Callable[[], Trainer]:
         if self._private is None:
-            return lambda: self._timed(name, self._federation.trainer(name))
+            return lambda: self._timed(name, self._make_trainer(name))
         # First: what is wrong with a ledger must show before the run begins.
         trainer = self._timed(name, self._private.trainer(name))
         return lambda: trainer

@@ -93,7 +93,11 @@ class StoreMeters:
     def used(self) -> Iterator[StoreUsed]:
         """Return the use of stores since the last time."""
         with self._lock:
-            meters = sorted(self._meters.items())
+            meters = sorted(
+                (place, meter)
+                for place, meter in self._meters.items()
+                if meter.is_used or place in self._caches
+            )
         for place, meter in meters:
             url, who, way = place
             uses, (calls, num_bytes) = tuple(meter.take()), self._spared(place)

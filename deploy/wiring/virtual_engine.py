@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from clients.training import surrogate
 from clients.training.local_federation import Federation
 from clients.training.timed_trainer import TimedTrainer
 from cloud_adapters.local.faults import FaultInjector, Restartable
@@ -23,7 +24,7 @@ from deploy.wiring.run import Rounds
 from federation.clock import VirtualClock
 from federation.errors import JobError
 from federation.ids import SiteId
-from federation.job.spec import JobSpec, MachineSpec
+from federation.job.spec import SURROGATE, JobSpec, MachineSpec
 from federation.protocols import RunState, SiteHandler, Trainer
 from federation.rounds import cost
 from federation.rounds.cost import SiteSpeed
@@ -129,6 +130,27 @@ def _known(spec: MachineSpec) -> Absences | KnownAbsences | None:
     if not spec.away:
         return None
     return KnownAbsences(spells=spec.away, every=spec.away_every or math.inf)
+
+
+def trainers(federation: Federation) -> Callable[[SiteId], Trainer]:
+    """Return what makes a site's trainer, or a surrogate of it."""
+    job, layout = federation.job, federation.pool.layout
+    if job.simulation.training != SURROGATE:
+        return federation.trainer
+    table = surrogate.draws(job, layout)
+
+    def make(name: SiteId) -> Trainer:
+        train, held_out = federation.site_data[name]
+        return surrogate.SurrogateTrainer(
+            job=job,
+            site=name,
+            of_layout=layout,
+            table=table,
+            num_examples=len(train),
+            num_held_out=len(held_out),
+        )
+
+    return make
 
 
 def timed(

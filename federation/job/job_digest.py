@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from federation.job import job_file
-from federation.job.spec import JobSpec
+from federation.job.spec import SURROGATE, JobSpec
 from federation.methods.method import default_of
 from federation.methods.registry import METHODS
 
@@ -71,8 +71,11 @@ def what_decides(document: Mapping[str, Any]) -> dict[str, Any]:
     Also of one that an older release has written, which may hold fewer of them.
     """
     kept = dict(document)
+    played = kept.get("simulation")
     for table in EXCLUDED_TABLES:
         kept.pop(table, None)
+    if isinstance(played, Mapping) and played.get("training") == SURROGATE:
+        kept["simulation"] = {"training": SURROGATE}  # Its updates are of no use.
     for table, key in EXCLUDED_KEYS:
         if isinstance(kept.get(table), Mapping):
             kept[table] = {k: v for k, v in kept[table].items() if k != key}

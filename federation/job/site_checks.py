@@ -6,8 +6,9 @@ from itertools import pairwise
 from federation.errors import JobError, broken
 from federation.ids import check_name
 from federation.job.flower_app_job import ROUND
-from federation.job.metrics import CORRECT, metrics_of
-from federation.job.spec import JobSpec
+from federation.job.metrics import CORRECT, TRAINER, metrics_of
+from federation.job.spec import SURROGATE, JobSpec
+from federation.methods.registry import used_by
 
 TRACKERS = ("tensorboard", "mlflow")  # Of ``simulation.live_metrics``.
 
@@ -149,7 +150,7 @@ def check_relays(job: JobSpec) -> list[JobError]:
 
 
 def check_simulation(job: JobSpec) -> list[JobError]:
-    """Refuse misfortunes and machines of no site, and unknown trackers."""
+    """Refuse misfortunes and machines of no site, unknown trackers, odd surrogates."""
     simulation, names = job.simulation, {site.name for site in job.sites}
     machines = [machine.site for machine in simulation.machines]
     places = [("faults", i, fault.site) for i, fault in enumerate(simulation.faults)]
@@ -187,5 +188,25 @@ def check_simulation(job: JobSpec) -> list[JobError]:
         f"simulation.live_metrics[{index}]: must be {' or '.join(TRACKERS)}, each once "
         f"at most, not {name!r}": name not in TRACKERS or name in live[:index]
         for index, name in enumerate(live)
+    }
+    return broken(rules) + _surrogate_faults(job)
+
+
+def _surrogate_faults(job: JobSpec) -> list[JobError]:
+    """Refuse what a surrogate of training does not have."""
+    if job.simulation.training != SURROGATE:
+        return []
+    key, keeps = "simulation.training", [m.name for m in used_by(job) if m.keeps]
+    rules: dict[str, object] = {
+        f"{key}: the surrogate counts local steps: set training.local_steps": (
+            job.training.local_steps is None
+        ),
+        f"{key}: the surrogate uses no records, so nothing is charged: remove "
+        "privacy.differential_privacy": job.privacy.differential_privacy.enabled,
+        f"{key}: the surrogate keeps nothing from round to round, as "
+        f'{", ".join(keeps)} must: use "real"': keeps,
+        f'{key}: the surrogate has no loop of your own and no app: use "real"': (
+            job.training.task == TRAINER or any(s.flower_app for s in job.sites)
+        ),
     }
     return broken(rules)

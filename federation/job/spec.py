@@ -699,6 +699,9 @@ class FleetSpec:
     trace: str = ""
 
 
+SURROGATE = "surrogate"  # Of ``simulation.training``.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSpec:
     """Settings for simulations only.
@@ -709,6 +712,9 @@ class SimulationSpec:
         faults: Misfortunes to rehearse.
         machines: Speed of each site, for `simulate --engine virtual`.
         fleet: Many sites with machines of random speed, in place of `[[sites]]`.
+        training: `real`, or `surrogate` for `simulate --engine virtual` if you only
+            study scheduling: sites take no steps, and losses follow those of a noisy
+            quadratic model whose rate is `training.optimizer.lr`.
         relays: Lines and faults of the relays.
         vouch_for_sources: With differential privacy, accept sources that do not declare
             their preprocessing. Deployed sites use `data.preprocessing` of their own
@@ -724,6 +730,7 @@ class SimulationSpec:
     faults: tuple[FaultSpec, ...] = ()
     machines: tuple[MachineSpec, ...] = ()
     fleet: FleetSpec | None = None
+    training: str = key(default="real", choices=("real", SURROGATE))
     relays: tuple[RelayLineSpec, ...] = ()
     vouch_for_sources: bool = False
     total_epsilon: float | None = key(default=None, above=0.0)

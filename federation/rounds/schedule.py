@@ -8,6 +8,7 @@ says what to do next. ``Dispatcher`` does it. The synchronous round of FedAvg is
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Protocol
 
@@ -179,10 +180,10 @@ class Barrier:
         """When the grace ends; None as long as too few answers count."""
         if self.grace is None or len(inbox) < self.quorum:
             return None
-        counted = [arrival.seconds for arrival in inbox if arrival.counts]
-        if len(counted) < self.quorum:
+        counted = (arrival.seconds for arrival in inbox if arrival.counts)
+        reached = next(islice(counted, max(0, self.quorum - 1), None), None)
+        if reached is None:
             return None
-        reached = counted[self.quorum - 1]
         return reached + max(_LEAST_GRACE, self.grace * (reached - state.begin))
 
     def share(self, staleness: int) -> float:

@@ -323,8 +323,12 @@ def _participation(view: RunView) -> Figure | None:
     has_gaps = len(rounds) <= _ROUNDS_WITH_GAPS
     figure, axes = new_figure(rows=len(sites), row=_STRIP_ROW)
     found: dict[str, str] = {}
+    states_of = [_states(row) for row in rounds]
     for place, site in enumerate(sites):
-        states = [(_state(row, site), row.index) for row in rounds]
+        states = [
+            (known.get(site, "not asked"), row.index)
+            for known, row in zip(states_of, rounds, strict=True)
+        ]
         for state, cells in groupby(states, lambda cell: cell[0]):
             found[state] = _STATES[state]
             at = [index for _, index in cells]
@@ -341,13 +345,15 @@ def _participation(view: RunView) -> Figure | None:
     return figure
 
 
-def _state(row: RoundView, site: str) -> str:
-    """The state of a site in a round: a key of ``_STATES``."""
-    if row.finished is not None and site in row.finished.answered:
-        return "took part"
-    if any(isinstance(r, SiteFailed) and r.site == site for r in row.reports):
-        return "failed"
-    return "no update" if site in row.cohort else "not asked"
+def _states(row: RoundView) -> Mapping[str, str]:
+    """The states of the sites that a round asked, keys of ``_STATES``."""
+    failed = (r.site for r in row.reports if isinstance(r, SiteFailed))
+    answered = row.finished.answered if row.finished is not None else ()
+    return {
+        **dict.fromkeys(row.cohort, "no update"),
+        **dict.fromkeys(failed, "failed"),
+        **dict.fromkeys(answered, "took part"),
+    }
 
 
 def _update_norm(view: RunView) -> Figure | None:

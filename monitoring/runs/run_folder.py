@@ -18,7 +18,7 @@ import tomli_w
 from federation import folder_lock
 from federation.durable_files import flush, replace_file, unavailable
 from federation.errors import CorruptObject, JobError, RunConflict, RunNotFound
-from federation.event_log import from_line, read_events
+from federation.event_log import from_line, no_collection, read_events
 from federation.events import (
     CheckpointSaved,
     Event,
@@ -383,8 +383,10 @@ def ends_run(events: bytes) -> bool:
     return False
 
 
-def leave_report(run: RunFolder, path: Path | None = None) -> Path:
-    """Write the report of a run from its files, and return its path.
+def leave_report(
+    run: RunFolder, path: Path | None = None, view: RunView | None = None
+) -> Path:
+    """Write the report of a run from its files, or a view of it; return its path.
 
     Raises:
         RunNotFound: There is no run in the folder, or its job file is missing.
@@ -394,10 +396,11 @@ def leave_report(run: RunFolder, path: Path | None = None) -> Path:
     from monitoring.pages.report import write_report  # noqa: PLC0415 -- slow to import
 
     path = path or run.report
-    view = run.view()
-    plan = run_plan.read(run.path)
-    found = run.read_statistics()
-    write_report(view, run.read_job(), _versions(), path, plan=plan, statistics=found)
+    with no_collection():
+        view = view or run.view()
+        plan, found = run_plan.read(run.path), run.read_statistics()
+        job = run.read_job()
+        write_report(view, job, _versions(), path, plan=plan, statistics=found)
     return path
 
 

@@ -238,7 +238,7 @@ class RunView:
             return ()
         return [[int(sums[name]) for name in row] for row in names]
 
-    @property
+    @cached_property
     def failures(self) -> tuple[SiteFailed, ...]:
         """Refused and missing answers, by round, but for those that nobody needed."""
         return tuple(r for r in self._reports() if is_failure(r))
