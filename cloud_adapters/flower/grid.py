@@ -53,6 +53,8 @@ SUPERLINK_POLL_SECONDS = 0.1
 # While no answer comes, the pause grows to this share of the time waited, and at most
 # to so many seconds: an answer is noticed late by a twentieth of what it took.
 POLL_SHARE, MOST_POLL_SECONDS = 0.05, 0.2
+# Tasks go to Flower together, as long as they are not larger than this.
+TOGETHER_BYTES = 1 << 20
 # An answer stays with Flower for this long after its deadline, so that a late one
 # is seen to be late, and then is deleted.
 LATE_SECONDS = 60.0
@@ -277,10 +279,12 @@ class FlowerGrid:
         self._tell(found)
 
     def _push(self, batch: Batch) -> None:
+        letters: list[tuple[Out, Message]] = []
+        num_bytes = 0
         while batch.waiting and self._num_in_flight() < self._delivery.max_in_flight:
             index, task = batch.waiting[0]
             if index >= batch.next_index + batch.ahead:
-                return
+                break
             batch.waiting.popleft()
             packed = self._pack(task)
             now = self._clock.monotonic()
@@ -289,18 +293,28 @@ class FlowerGrid:
             task_id = batch.task_ids[index]
             question = Question.of(task, index, now, inquiry, task_id=task_id)
             batch.open[index] = question
-            self._send(batch, question, packed)
+            letters += self._written(batch, question, packed)
+            num_bytes += 0 if isinstance(packed, SiteFailure) else packed.num_bytes
+            if num_bytes > TOGETHER_BYTES:
+                self._post(batch, letters)
+                letters, num_bytes = [], 0
+        self._post(batch, letters)
 
     def _num_in_flight(self) -> int:
         return sum(len(batch.open) for batch in self._batches)
 
-    def _send(
+    def _send(self, batch: Batch, question: Question) -> None:
+        """Send a question again."""
+        packed = self._pack(question.task)
+        self._post(batch, self._written(batch, question, packed))
+
+    def _written(
         self, batch: Batch, question: Question, packed: PackedFrame | SiteFailure
-    ) -> None:
-        """Send a question, for the first time or again."""
+    ) -> list[tuple[Out, Message]]:
+        """Write the message of a question, or settle one that cannot be sent."""
         if isinstance(packed, SiteFailure):
             self._settle(batch, question, packed)
-            return
+            return []
         question.asked.bytes_down += packed.num_bytes
         content = flower_site.pack(
             packed.frame,
@@ -310,27 +324,39 @@ class FlowerGrid:
             references=packed.references,
         )
         out = Out(question=question)
-        if not self._post(batch, out, content, question.kind.value):
-            text = "Flower did not accept the message for its node"
-            self._fail(batch, question, FailureKind.UNREACHABLE, text)
-        elif question.inquiry is not None:
-            question.inquiry.note_sent(self._clock.monotonic())
+        return [(out, self._message(batch, out, content, question.kind.value))]
 
-    def _post(self, batch: Batch, out: Out, content: RecordDict, kind: str) -> bool:
-        """Give Flower a message about a question; return whether it accepted it."""
+    def _message(
+        self, batch: Batch, out: Out, content: RecordDict, kind: str
+    ) -> Message:
         question = out.question
-        message = Message(
+        return Message(
             content,
             self._nodes[question.task.site],
             kind,
             ttl=QUEUE * (self._seconds_left(batch, question) + LATE_SECONDS),
             group_id=question.name,
         )
-        for message_id in self._api.push_messages([message]):
+
+    def _post(self, batch: Batch, letters: Sequence[tuple[Out, Message]]) -> None:
+        """Give Flower messages about questions, all at once.
+
+        After each call every site's next look goes to Flower's database.
+        """
+        if not letters:
+            return
+        messages = [message for _, message in letters]
+        ids = [*self._api.push_messages(messages)]
+        ids += [""] * (len(letters) - len(ids))
+        for (out, _), message_id in zip(letters, ids, strict=True):
+            question, is_question = out.question, out.probed_seconds is None
             if message_id:
                 batch.out[message_id] = out
-                return True
-        return False
+                if is_question and question.inquiry is not None:
+                    question.inquiry.note_sent(self._clock.monotonic())
+            elif is_question:
+                text = "Flower did not accept the message for its node"
+                self._fail(batch, question, FailureKind.UNREACHABLE, text)
 
     def _seconds_left(self, batch: Batch, question: Question) -> float:
         passed = self._clock.monotonic() - question.asked.asked_seconds
@@ -362,11 +388,11 @@ class FlowerGrid:
                 let_in = self._presence.activations()[self._nodes[site]]
                 self._activations[site] = let_in
                 del batch.left[index]
-                self._send(batch, question, self._pack(question.task))
+                self._send(batch, question)
 
     def _probe(self, batch: Batch, question: Question, kind: str) -> None:
         out = Out(question=question, probed_seconds=self._clock.monotonic())
-        self._post(batch, out, RecordDict(), kind)
+        self._post(batch, [(out, self._message(batch, out, RecordDict(), kind))])
 
     def _pack(self, task: Asked) -> PackedFrame | SiteFailure:
         if task.site not in self._nodes:
@@ -471,7 +497,7 @@ class FlowerGrid:
         if inquiry is None or out.probed_seconds is None:
             return  # A copy came there, of which nothing follows.
         if inquiry.is_missing(word, out.probed_seconds):
-            self._send(batch, question, self._pack(question.task))
+            self._send(batch, question)
         elif word is Word.ANSWERED and not is_again:
             self._probe(batch, question, flower_site.AGAIN)
 

@@ -101,14 +101,19 @@ class FlowerApps(FlowerApi):
         self._newest: dict[int, str] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages; those to apps in Flower's format."""
+        """Send messages, to apps in Flower's format; an id is empty for a failure."""
+        messages = [*messages]
+        apps = [self._apps.get(each.metadata.dst_node_id) for each in messages]
+        ours = [m for m, app in zip(messages, apps, strict=True) if app is None]
+        taken = iter(self._api.push_messages(ours) if ours else ())
         ids: list[str] = []
-        for message in messages:
-            app = self._apps.get(message.metadata.dst_node_id)
+        for message, app in zip(messages, apps, strict=True):
             if app is None:
-                ids += self._api.push_messages([message])
+                ids.append(next(taken, ""))
             elif message.metadata.message_type != flower_site.PROBE:
-                ids += self._ask(message, app)
+                ids += self._ask(message, app) or [""]
+            else:
+                ids.append("")
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

@@ -47,6 +47,7 @@ from flwr.supercore.inflatable.inflatable_object import (  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from cloud_adapters.flower import (  # noqa: E402
+    grid as flower_grid,
     presence as flower_presence,
     questions as flower_questions,
     site as flower_site,
@@ -98,6 +99,7 @@ class FakeFlower:
         self.stray: list[Message] = []  # replies that nobody waits for
         self.full = False
         self.sent: list[Message] = []
+        self.pushes: list[int] = []  # how many messages each call had
         self._open: dict[str, Message] = {}
         self._app = flower_site.client_app(handler_for)
         self._inboxes: dict[int, Inbox[RecordDict]] = defaultdict(Inbox)
@@ -106,8 +108,11 @@ class FakeFlower:
         return self.nodes
 
     def push_messages(self, messages: list[Message]) -> Iterator[str]:
+        self.pushes.append(len(messages))
         for message in messages:
-            if not self.full:
+            if self.full:
+                yield ""
+            else:
                 name = f"m{len(self.sent)}"
                 message.metadata.__dict__["_message_id"] = name
                 self.sent.append(message)
@@ -939,6 +944,18 @@ def test_app_reports_a_hanging_site_and_stays_usable(flower: FakeFlower):
     other = replace(bad, run_id=RunId("another"))
     assert ask_app(app, other, site="x-bad", seconds=0.1).kind is FailureKind.DEADLINE
     assert isinstance(ask_app(app, TASK), SiteUpdate)
+
+
+def test_small_tasks_go_out_together_and_large_ones_one_by_one(
+    flower: FakeFlower, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+):
+    """Each call has every site look into Flower's database; models need memory."""
+    grid, begun = make_grid(flower, clock), len(flower.pushes)
+    assert set(kinds(exchange(grid)).values()) == {"answered"}
+    assert flower.pushes[begun:] == [3]
+    monkeypatch.setattr(flower_grid, "TOGETHER_BYTES", 1)
+    assert set(kinds(exchange(grid)).values()) == {"answered"}
+    assert flower.pushes[begun:] == [3, 1, 1, 1]
 
 
 def test_answer_that_takes_long_is_looked_for_rarely():
