@@ -49,6 +49,10 @@ def load_job(
     document = _named(document, "")
     code_files.pin(document, folder)
     job = job_file.parse(document)
+    if job.training.standardise:
+        from deploy.wiring.statistics_moments import with_moments  # noqa: PLC0415
+
+        job = with_moments(job)
     if job.model.weights is None:
         return job
     from clients.models.starting_weights import pinned  # noqa: PLC0415 -- imports torch

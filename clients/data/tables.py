@@ -1,7 +1,7 @@
 """Tables: columns of numbers and words with names, from CSV, Parquet or NumPy files."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,10 @@ class Table:
         """A view of some rows."""
         return replace(self, index=self.index[indices])
 
+    def with_columns(self, columns: Mapping[str, Column]) -> "Table":
+        """The same rows of other columns."""
+        return replace(self, columns=columns)
+
     def apart(self) -> "Table":
         """Rows do not depend on one another."""
         return self
@@ -129,6 +133,7 @@ def table(
     target: str = "",
     units: Mapping[str, str] | None = None,
     held_out_fraction: float = 0.0,
+    categories: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[Table, Table]:
     """A table in a file: Parquet, CSV with a line of names, or NumPy.
 
@@ -139,9 +144,12 @@ def table(
         units: Units of measurement, by column. They add to those in a Parquet file's
             metadata of a field, ``unit``.
         held_out_fraction: Share of the rows, the last ones, that is held out.
+        categories: By column of words, all of them in the order of their codes: the
+            same list at all sites gives the same codes.
 
     Raises:
-        SiteError: The file cannot be read, or holds no columns of one length.
+        SiteError: The file cannot be read, or holds no columns of one length, or a
+            column has words that are not listed.
     """
     file = Path(path).expanduser()
     stated = dict(units or {})
@@ -156,10 +164,25 @@ def table(
         raise SiteError(f"{file.name} has no columns, or columns of different lengths")
     if target and target not in columns:
         raise SiteError(f"{file.name} has no column {target!r}, the target")
+    for name, listed in (categories or {}).items():
+        columns[name] = _coded(file.name, name, columns.get(name), tuple(listed))
     rows = np.arange(sizes.pop())
     split = round(len(rows) * (1 - held_out_fraction))
     whole = Table(columns=columns, index=rows, target=target, units=stated)
     return whole.subset(rows[:split]), whole.subset(rows[split:])
+
+
+def _coded(
+    file: str, name: str, column: Column | None, listed: tuple[str, ...]
+) -> Words:
+    """A column with the codes of a list."""
+    if column is None or (not isinstance(column, Words) and column.dtype.kind == "f"):
+        raise SiteError(f"{file} has no column of words {name!r}")
+    words, places = words_of(column), {word: at for at, word in enumerate(listed)}
+    if not set(words.values) <= places.keys():
+        raise SiteError(f"column {name!r} of {file} has words that are not listed")
+    codes = np.array([*map(places.__getitem__, words.values), -1], np.int32)
+    return Words(codes[words.codes], listed)
 
 
 def _of_numpy(file: Path) -> dict[str, Column]:

@@ -29,6 +29,10 @@ def load_job(options: argparse.Namespace) -> "JobSpec":
     if getattr(options, "extend", None) is not None:
         overrides.append(f"rounds={options.extend}")
     job = job_file.load(options.job, overrides, evaluated=_evaluated(options))
+    if job.training.standardise:
+        from deploy.wiring.statistics_moments import with_moments  # noqa: PLC0415 -- keeps `--help` fast
+
+        job = with_moments(job)
     if job.model.weights is None:
         return job
     from clients.models.starting_weights import pinned  # noqa: PLC0415 -- imports torch

@@ -19,6 +19,7 @@ from clients.preprocessing import declared_by
 from clients.privacy import dataset_name, source_check
 from clients.privacy.ledger_memory import note_content, one_budget
 from clients.privacy.policy_spec import FILL_IN
+from clients.privacy.public_moments import standardised
 from clients.privacy.site_memory import SiteMemory
 from clients.privacy.site_policy import rehearses
 from clients.statistics import columns
@@ -63,6 +64,7 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
         data = _own(file, job, watch)
     else:
         data = _rehearsed(file, job)
+    data = standardised(job, data)
     if job.statistics is not None:
         columns.read(table(job), data[0], SiteId(file.name), _LOG.warning)
     note = note_on_persons(job, data[0])

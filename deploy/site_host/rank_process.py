@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from clients.models.model_pool import ModelPool
+from clients.privacy.public_moments import standardised
 from clients.privacy.standardise import Statistics
 from clients.ranks.control import RankInputs, Start
 from clients.ranks.peers import Peers
@@ -45,7 +46,7 @@ def _build(start: Start, peers: Peers) -> TorchTrainer:
     torch.set_num_threads(job.training.threads)
     job = replace(job, training=replace(job.training, device=str(peers.device)))
     site = SiteId(start.site)
-    train, held_out = _data(job, site, start)
+    train, held_out = standardised(job, _data(job, site, start))
     if start.statistics:
         statistics = Statistics.parse(json.loads(start.statistics))
         train, held_out = statistics.apply(train), statistics.apply(held_out)

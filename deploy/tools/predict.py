@@ -22,6 +22,7 @@ import numpy as np
 
 from clients.data.datasets import Dataset
 from clients.models.tokenizers import check_tokenizers, noted_tokenizers
+from clients.privacy.public_moments import standardised
 from clients.training.predictions import Columns, Predictor
 from cloud_adapters.extras import naming_extras
 from deploy.wiring.job_data import load_data
@@ -95,7 +96,7 @@ def predict(
             "its records by their own mean and deviation",
             key="DATA",
         )
-    train, held_out = source_of(run, source, options)
+    train, held_out = standardised(job, source_of(run, source, options))
     parts = {"train": train, "held_out": held_out}
     chosen = parts if split == "all" else {split: parts[split]}
     predictor = Predictor(job, run.model)

@@ -19,6 +19,7 @@ from clients.data.partition import count_labels, partition
 from clients.factories import import_factory
 from clients.models.model_pool import ModelPool
 from clients.models.tokenizers import check_alike, check_tokenizers, noted_tokenizers
+from clients.privacy.public_moments import standardised
 from clients.privacy.source_check import check_simulated
 from clients.statistics import columns
 from clients.training.local_federation import Federation, SiteData
@@ -47,7 +48,8 @@ def build_federation(
     Args:
         job: Job of the simulation.
         meters: Note what the stores of the sites' data are used for.
-        data: Data of each site that were dealt and checked before.
+        data: Data of each site that were dealt and checked before, as ``deal_data``
+            returns them.
 
     Raises:
         JobError: A factory cannot be imported or called, or the job's unit of privacy
@@ -57,6 +59,7 @@ def build_federation(
     if data is None:
         data = deal_data(job, meters)
         check_simulated(job, data)
+    data = {name: standardised(job, pair) for name, pair in data.items()}
     if job.statistics is not None:
         columns.check(table(job), {name: pair[0] for name, pair in data.items()})
     return Federation(job=job, pool=ModelPool(job), site_data=data)

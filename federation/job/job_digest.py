@@ -39,6 +39,8 @@ ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("training", "optimizer", "options"), {}),
     (("training", "learning_rate", "options"), {}),
     (("training", "max_tokens"), 1 << 16),
+    (("training", "standardise"), ""),
+    (("training", "moments"), {}),
     (("communication", "down_codec"), {"name": "identity"}),
     (("communication", "down_content"), "model"),
     (("privacy", "differential_privacy", "records_per_person"), 8),

@@ -251,6 +251,11 @@ class TrainingSpec:
         precision: `fp32`; or `bf16` or `fp16`, which compute the forward pass with
             autocast and keep float32 weights. With `fp16`, each site scales its loss,
             and skips steps whose gradients overflow; not with per-record clipping.
+        standardise: `stats:RUN`: subtract from each column of numbers its mean in a run
+            of statistics, and divide by its deviation; a missing value becomes 0. Of a
+            table, the model takes these columns alone, in the order of their names.
+        moments: Mean and deviation of each column, which loading the job reads from
+            that run.
         device: `auto` (the first CUDA device if there is one), `cpu`, `cuda` or
             `cuda:N`.
         threads: CPU threads of one site. Part of the job because the last bits of the
@@ -278,6 +283,8 @@ class TrainingSpec:
     control_variates: bool = False
     dynamic_alpha: float = key(default=0.0, low=0.0)
     precision: str = key(default="fp32", choices=("fp32", "bf16", "fp16"))
+    standardise: str = ""
+    moments: Mapping[str, tuple[float, ...]] = key(default={})
     device: str = "auto"
     threads: int = key(default=1, low=1)
 

@@ -1,7 +1,7 @@
 """Jobs of statistics: the tables that follow from ``[statistics]``, and its faults."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,7 @@ from federation.job.statistics_table import (
 )
 
 FACTORY = "clients.models:sums"
+_PAIR = 2
 _SPARE_ROUNDS = 2  # Lost rounds that a run survives.
 _MOST_VALUES = 250_000  # That an update has, of 4 bytes each.
 
@@ -85,6 +86,21 @@ def check_statistics(job: JobSpec) -> Iterator[JobError]:
     Yields:
         An error for each.
     """
+    yield from broken(
+        {
+            "training.standardise: records are standardised once: remove this key or "
+            "privacy.differential_privacy.standardise": job.training.standardise
+            and job.privacy.differential_privacy.standardise is not None,
+            "training.moments: must be [mean, deviation] of each column, with a "
+            "deviation above 0": not all(
+                map(_is_moment, job.training.moments.values())
+            ),
+            "training.moments: are those of training.standardise: set that": bool(
+                job.training.moments
+            )
+            and not job.training.standardise,
+        }
+    )
     if job.statistics is None:
         if job.training.task == STATISTICS:
             yield JobError(
@@ -103,11 +119,9 @@ def check_statistics(job: JobSpec) -> Iterator[JobError]:
         )
     plain = ModelSpec(factory=FACTORY, options={"values": asked.num_values})
     training, needed = job.training, len(asked.stages)
-    is_plain = (training.task, training.local_steps, training.batch_size) == (
-        STATISTICS,
-        1,
-        1,
-    )
+    steps = (training.local_steps, training.batch_size)
+    is_plain = training.task == STATISTICS and steps == (1, 1)
+    is_plain = is_plain and not training.standardise
     wrong = {
         "model": job.model != plain,
         "training": not is_plain,
@@ -127,6 +141,10 @@ def check_statistics(job: JobSpec) -> Iterator[JobError]:
         )
     if job.rounds < needed:
         yield JobError(f"these statistics take {needed} rounds", key="rounds")
+
+
+def _is_moment(pair: Sequence[float]) -> bool:
+    return len(pair) == _PAIR and pair[1] > 0
 
 
 def _faults(spec: StatisticsSpec) -> Iterator[JobError]:

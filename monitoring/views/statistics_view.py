@@ -107,6 +107,28 @@ class RunStatistics:
     epsilon: float | None = None
     delta: float | None = None
 
+    def class_weights(self, column: str) -> list[float]:
+        """Weights for ``training.options.class_weights``, in the order of the job.
+
+        Each class counts the same in all: n / (k n_c) for k classes. A class without
+        records, or whose count noise made negative, counts as one record.
+
+        Args:
+            column: A column of categories.
+
+        Raises:
+            ValueError: There is no such column.
+        """
+        counts = [
+            max(1, size)
+            for each in self.columns
+            if each.name == column
+            for size in each.categories.values()
+        ]
+        if not counts:
+            raise ValueError(f"there is no column {column!r} of categories")
+        return [sum(counts) / (len(counts) * size) for size in counts]
+
     def document(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)

@@ -1,18 +1,24 @@
 """Runs of statistics: equal to what NumPy finds in all records together."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import tomli_w
+import torch
 from pyarrow import csv, parquet
 from support.without_report import simulate
 
+import crossfed
 from deploy.cli.commands import main
-from federation.errors import SiteError
-from federation.job import job_file
+from deploy.wiring import parts as wiring
+from federation.errors import RunNotFound, SiteError
+from federation.ids import SiteId
+from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
 
 SITES, ROWS = ("north", "south", "west"), 300
@@ -165,8 +171,6 @@ def test_the_verb_prints_and_keeps_what_a_run_found(
     monkeypatch.chdir(tmp_path)
     spec = job(folder)
     Path("survey.json").write_text("")
-    import tomli_w  # noqa: PLC0415
-
     Path("job.toml").write_text(tomli_w.dumps(job_file.document(spec)))
     assert main(["stats", "job.toml", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -182,6 +186,54 @@ def test_the_verb_prints_and_keeps_what_a_run_found(
     Path("plain.toml").write_text('name = "x"\n')
     assert main(["stats", "plain.toml"]) == 2
     assert main(["stats", "nothing"]) == 2
+
+
+def test_a_run_of_statistics_standardises_training(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Columns in one order, with a mean of 0 and a deviation of 1; gaps are 0."""
+    monkeypatch.chdir(tmp_path)
+    found = simulate(job(folder), folder=Path("runs/survey/first")).statistics
+    assert found is not None
+    codes = {"target": "sex", "categories": {"sex": ["f", "m", "x"]}}
+    sites = job_file.document(job(folder))["sites"]
+    for site in sites:
+        site["data"]["options"] |= codes
+    weights = [*found.class_weights("sex"), 9.0]
+    document = {
+        "name": "t",
+        "rounds": 1,
+        "model": {
+            "factory": "clients.models:logistic_regression",
+            "options": {"inputs": 3, "classes": 3},
+        },
+        "training": {
+            "local_steps": 1,
+            "standardise": "stats:survey",
+            "options": {"class_weights": weights},
+        },
+        "evaluation": {"every": 0},
+        "sites": sites,
+    }
+    training = crossfed.load_job(document)
+    assert sorted(training.training.moments) == ["age", "crp", "sodium"]
+    data = wiring.build_federation(training).site_data
+    rows = [each.batch(np.arange(len(each))) for each, _ in data.values()]
+    inputs = torch.cat([row[0] for row in rows])
+    np.testing.assert_allclose(inputs.mean(0), 0, atol=0.05)
+    np.testing.assert_allclose(inputs.std(0), 1, atol=0.06)
+    gaps = np.isnan(drawn(0)["crp"]).sum()
+    assert int((rows[SITES.index("north")][0][:, 1] == 0).sum()) == gaps
+    labels = data[SiteId("north")][0].labels()
+    assert labels is not None
+    words = np.array(["f", "m", "x"])[labels]
+    assert words.tolist() == drawn(0)["sex"].tolist()
+    assert simulate(training).status == "completed"
+    moments = {**training.training.moments, "age": (0.0, 1.0)}
+    other = replace(training, training=replace(training.training, moments=moments))
+    assert job_digest.digest(training) != job_digest.digest(other)
+    with pytest.raises(RunNotFound):
+        crossfed.load_job(document, {"training.standardise": "stats:none"})
 
 
 def test_a_site_that_lacks_a_column_is_named(folder: Path):
