@@ -81,6 +81,8 @@ class RunStarted(RunEvent):
             the model's factory drew them.
         relays: Names of the relays between sites and the aggregator.
         relayed: For each relay, its sites.
+        subgroups: Names of the subgroups whose results are reported, in
+            ``subgroup_NUMBER_count``, ``_loss`` and ``_correct``.
     """
 
     run_id: str
@@ -97,6 +99,7 @@ class RunStarted(RunEvent):
     weights: str = ""
     relays: tuple[str, ...] = ()
     relayed: tuple[tuple[str, ...], ...] = ()
+    subgroups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from federation.job.metrics import (
     STATISTICS,
     TRAINER,
     Metric,
-    evaluated_of,
+    computed_of,
     has_own_bounds,
     loss_of,
     metrics_of,
@@ -521,7 +521,7 @@ class RecordObjective:
         self._needs_logits = of_logits and not self._is_built_in
         bounded = partial(_bounded_sums, loss_of(training), for_nan=for_nan)
         self._trained = bounded(metrics_of(training))
-        evaluated = metrics_of if self._needs_logits else evaluated_of
+        evaluated = metrics_of if self._needs_logits else computed_of
         self._evaluated = bounded(evaluated(training))
         # A built-in task's are those of noise; ``max_loss`` says when they count.
         self._clips_loss = not has_own_bounds(training)

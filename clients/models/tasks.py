@@ -102,7 +102,7 @@ def binary(
         else:
             # Of the class that is predicted, as for several classes.
             confidence_b = torch.maximum(score_b, 1 - score_b)
-            values |= calibration_gaps(confidence_b, values["correct"])
+            values |= _calibration(measure, confidence_b, values["correct"])
     return values
 
 
@@ -217,8 +217,7 @@ def calibration_gaps(confidence_b: torch.Tensor, correct_b: torch.Tensor) -> Val
     of 1. Gaps are multiples of 2^-24, so that sums in float64 do not depend on the
     order: noise on them is made for a record that changes one of them.
     """
-    # Bins are open below and closed above.
-    bins_b = (confidence_b * CALIBRATION_BINS).ceil().long() - 1
+    bins_b = _bins(confidence_b)
     exact_b = (confidence_b.double() - correct_b.double()).nan_to_num(nan=1.0)
     gap_b = (exact_b.clamp(-1, 1) * _GAP_STEPS).round() / _GAP_STEPS
     return {
@@ -227,15 +226,32 @@ def calibration_gaps(confidence_b: torch.Tensor, correct_b: torch.Tensor) -> Val
     }
 
 
+def _bins(confidence_b: torch.Tensor) -> torch.Tensor:
+    """Bins are open below and closed above."""
+    return (confidence_b * CALIBRATION_BINS).ceil().long() - 1
+
+
+def _calibration(
+    measure: str, confidence_b: torch.Tensor, correct_b: torch.Tensor
+) -> Values:
+    """The gaps, and for a reliability diagram each bin's records and hits too."""
+    values = dict(calibration_gaps(confidence_b, correct_b))
+    if measure == "reliability":
+        for what, of_b in (("count", torch.ones_like(correct_b)), ("hits", correct_b)):
+            for number, chosen_b in _members(_bins(confidence_b), CALIBRATION_BINS):
+                values[f"bin_{what}_{number}"] = of_b * chosen_b
+    return values
+
+
 def of_logits(logits_bk: torch.Tensor, labels_b: torch.Tensor, measure: str) -> Values:
     """Each record's values of one of ``training.measures``, by the name of their sum.
 
     Raises:
         SiteError: ``auc`` of more than two classes.
     """
-    if measure == "calibration":
+    if measure in {"calibration", "reliability"}:
         score_b, label_b = logits_bk.double().softmax(1).max(1)
-        return calibration_gaps(score_b, (label_b == labels_b).double())
+        return _calibration(measure, score_b, (label_b == labels_b).double())
     if measure != "auc":
         return recalls(logits_bk, labels_b, [measure])
     if logits_bk.shape[1] != _PAIR:

@@ -49,9 +49,9 @@ from federation.job.evaluation_job import evaluates_only
 from federation.job.metrics import (
     MAX_LOSS,
     TRAINER,
-    evaluated_of,
     loss_of,
     most_of_a_record,
+    noised_of,
 )
 from federation.job.spec import JobSpec
 from federation.job.statistics_checks import table
@@ -809,7 +809,7 @@ def _held_out(job: JobSpec, data: Dataset, delta: float) -> HeldOutMechanism | N
         predictions=_predictions(job, data),
         num_records=coarse(len(data)),
         loss=loss_of(job.training),
-        metrics=evaluated_of(job.training),
+        metrics=noised_of(job.training),
     )
 
 

@@ -22,7 +22,7 @@ from clients.models.applying import apply_model
 from clients.models.trained import trained_model
 from clients.ranks.peers import NO_PEERS, Sums
 from federation.errors import FederationError, SiteError, UserCodeError
-from federation.job.metrics import BUILT_IN, LANGUAGE, evaluated_of
+from federation.job.metrics import BUILT_IN, LANGUAGE, computed_of
 from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import MetricSums
 from federation.tree import Tree, leaves, map_tree
@@ -47,7 +47,7 @@ class Predictor:
         self._training = job.training
         self._size = job.evaluation.batch_size
         self._pool, self._model = trained_model(job, file)
-        self._sums = Sums(self._pool.device, NO_PEERS, evaluated_of(job.training))
+        self._sums = Sums(self._pool.device, NO_PEERS, computed_of(job.training))
         self.has_labels = False
 
     def batches(self, data: Dataset, part: str) -> Iterator[Columns]:

@@ -8,7 +8,7 @@ optimiser and methods keep comes and goes with each of them.
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -43,6 +43,7 @@ from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
 from clients.sixteen_bits import note_slow
+from clients.training import subgroups
 from clients.training.interrupted_steps import InterruptedSteps, LostSteps
 from clients.training.kept_steps import KeptSteps, start_digest
 from clients.training.local_steps import LocalOptimizer, groups
@@ -56,7 +57,7 @@ from clients.training.private_steps import (
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.adapter_ranks import sent_places
-from federation.job.metrics import evaluated_of, metrics_of
+from federation.job.metrics import computed_of, metrics_of
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from federation.protocols import LocalUpdate, LocalWeights, RoundCharges
@@ -159,6 +160,7 @@ class TorchTrainer:
             for first in first_rounds(job.training):
                 sampling_rate(in_round(job, first), num_units(job, self.train))
         self._persons = persons_of(job, self.train)
+        self._split: Sequence[Indices] | None = None  # By subgroup.
         check_shares(job, self.site, self.train, self.peers.count)
         note_slow(job.training, self.pool.device, self.pool.noted)
         self._is_protected = job.privacy.differential_privacy.enabled
@@ -620,15 +622,26 @@ class TorchTrainer:
 
         self.pool.records_apart.check(model, batch, forward, gradients=gradients)
 
-    @torch.no_grad()
     def _evaluate(self, model: torch.nn.Module, max_loss: float | None) -> MetricSums:
+        """Sums over all held-out records, walked through by subgroup."""
+        if self._split is None:  # Of held-out data, which may be far away.
+            self._split = subgroups.split(self.job, self.site, self.held_out)
+        found = self._split
+        parts = [self._evaluate_part(model, max_loss, places) for places in found]
+        return subgroups.pooled(self.job, [*map(len, found)], parts)
+
+    @torch.no_grad()
+    def _evaluate_part(
+        self, model: torch.nn.Module, max_loss: float | None, places: Indices
+    ) -> MetricSums:
+        """Sums over some of the held-out records."""
         model.eval()
-        metrics = evaluated_of(self.job.training)
+        metrics = computed_of(self.job.training)
         sums = Sums(self.pool.device, self.peers, metrics)
         size, notes = self.job.evaluation.batch_size, self._notes
-        total, rank = len(self.held_out), self.peers.rank
+        total, rank = len(places), self.peers.rank
         starts = range(rank.rank * size, total, rank.world_size * size)
-        walk = [np.arange(i, min(i + size, total)) for i in starts]
+        walk = [places[i : i + size] for i in starts]
         if self.peers.is_sharded and len(walk) * rank.world_size * size < total:
             walk.append(np.arange(1))  # Others need this rank's part once more.
         told = telling_ahead(self.held_out, iter(walk))
@@ -649,8 +662,9 @@ class TorchTrainer:
         # Afterwards: a model that draws random numbers draws the same in every round.
         if walk:
             notes.on_batch(model, first)
-        handled = partial(self.stays_finite, model, gradients=False)
-        notes.on_result(found, walk, handled)
+        if total:
+            handled = partial(self.stays_finite, model, gradients=False)
+            notes.on_result(found, walk, handled)
         return found
 
     def _steps_of(self, round_index: int) -> range:

@@ -79,7 +79,8 @@ Rows = Mapping[tuple[Rule, Form], str]
 TABLE: Mapping[str, Rows] = {
     "RunStarted": {
         (PUBLIC, _SUMS): "at run_id job_name rounds first_round sites parameters "
-        "engine task secure_aggregation frozen classes weights relays relayed"
+        "engine task secure_aggregation frozen classes weights relays relayed "
+        "subgroups"
     },
     "RunExtended": {
         (

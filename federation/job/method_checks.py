@@ -66,7 +66,7 @@ def _things_of_sites(job: JobSpec) -> Mapping[str, bool]:
         Thing.TOKENS: task in LANGUAGE,
         Thing.CONTRASTIVE: task == "contrastive",
         Thing.WEIGHTED_LOSS: bool(training.options.keys() & WEIGHTING),
-        Thing.MEASURES: bool(training.measures),
+        Thing.MEASURES: bool(training.measures or training.subgroups),
         Thing.CLASSES: bool(training.classes),
         Thing.DEALT_PERSONS: len(dealt) > 1 and kind != "by_person",
     }

@@ -75,6 +75,9 @@ CORRECT: Mapping[str, Metric] = {"correct": Metric(low=0.0, high=1.0, is_whole=T
 # Of one cell of a confusion matrix: confusion_LABEL_PREDICTION, both from 0.
 CONFUSION = "confusion"
 MAX_CLASS_CHARS = 40
+# Of a sum of one subgroup: subgroup_NUMBER_SUM, from 0.
+SUBGROUP = "subgroup"
+MAX_SUBGROUPS = 16
 # Of yes or no: true positives, false positives, false negatives; of several labels the
 # share of a record's labels.
 _FOUND = {name: Metric(low=0.0, high=1.0) for name in ("tp", "fp", "fn")}
@@ -140,8 +143,8 @@ OPTIONS: Mapping[str, Mapping[str, _Values]] = {
 }
 AUC_BINS, CALIBRATION_BINS = 32, 15
 _MEASURES: Mapping[str, str] = {
-    "classification": "calibration|recall_at_[1-9][0-9]?",
-    "binary": "auc|calibration",
+    "classification": "calibration|reliability|recall_at_[1-9][0-9]?",
+    "binary": "auc|calibration|reliability",
     "contrastive": "recall_at_[1-9][0-9]?",
 }
 
@@ -177,12 +180,45 @@ def measured_of(training: TrainingSpec) -> Mapping[str, Metric]:
             cell = replace(count, histogram=measure)
             sides = [f"auc_{side}" for side in ("pos", "neg")]
             found |= {f"{s}_{b}": cell for s in sides for b in range(AUC_BINS)}
-        elif measure == "calibration":
+        elif measure in {"calibration", "reliability"}:
             # Confidence less hits: the error needs no more of a bin.
-            gap = Metric(low=-1.0, high=1.0, histogram=measure)
+            gap = Metric(low=-1.0, high=1.0, histogram="calibration")
             found |= {f"calibration_{b}": gap for b in range(CALIBRATION_BINS)}
+            for what in ("count", "hits") if measure == "reliability" else ():
+                cell = replace(count, histogram=f"bin_{what}")
+                found |= {f"bin_{what}_{b}": cell for b in range(CALIBRATION_BINS)}
         else:
             found[measure] = count
+    return found
+
+
+def subgroups_of(training: TrainingSpec) -> Mapping[str, Metric]:
+    """Number of predictions, loss and hits of each subgroup, by name in their order.
+
+    A record is in one subgroup at most, so each of the three is a histogram.
+    """
+    count, loss = CORRECT["correct"], reported_loss_of(training)
+    kinds = {"count": count, "loss": loss}
+    if "correct" in metrics_of(training):
+        kinds["correct"] = count
+    return {
+        f"{SUBGROUP}_{number}_{what}": replace(kind, histogram=f"{SUBGROUP}_{what}")
+        for number in range(len(training.subgroups))
+        for what, kind in kinds.items()
+    }
+
+
+def computed_of(training: TrainingSpec) -> Mapping[str, Metric]:
+    """Metrics that the objective itself returns on held-out data."""
+    return {**metrics_of(training), **confusion_of(training), **measured_of(training)}
+
+
+def noised_of(training: TrainingSpec) -> Mapping[str, Metric]:
+    """All metrics on held-out data, with bounds that hold where losses are clipped."""
+    high = loss_of(training).high
+    found = dict(evaluated_of(training))
+    for name, metric in subgroups_of(training).items():
+        found[name] = replace(metric, high=min(metric.high, high))
     return found
 
 
@@ -190,7 +226,11 @@ def cells_of(training: TrainingSpec) -> Mapping[str, Metric]:
     """Sums that are reported on held-out data only."""
     if training.task == TRAINER:
         return {n: _bounds(training, n) for n in training.metrics if n != LOSS}
-    return {**confusion_of(training), **measured_of(training)}
+    return {
+        **confusion_of(training),
+        **measured_of(training),
+        **subgroups_of(training),
+    }
 
 
 def evaluated_of(training: TrainingSpec) -> Mapping[str, Metric]:
@@ -251,6 +291,7 @@ def check_objective(job: JobSpec) -> None:
     training, key = job.training, "training.metrics"
     _check_classes(training)
     _check_measures(training)
+    _check_subgroups(training)
     _check_options(training)
     if has_own_bounds(training):
         if training.metrics:
@@ -314,7 +355,9 @@ def _check_options(training: TrainingSpec) -> None:
 def _check_measures(training: TrainingSpec) -> None:
     """Refuse measures that the task does not have."""
     # An own objective's logits may be of one class or of several.
-    own = "auc|calibration|recall_at_[1-9][0-9]?" * is_function(training.task)
+    own = "auc|calibration|reliability|recall_at_[1-9][0-9]?" * is_function(
+        training.task
+    )
     form = _MEASURES.get(training.task, own)
     for at, name in enumerate(training.measures):
         key = f"training.measures[{at}]"
@@ -326,12 +369,44 @@ def _check_measures(training: TrainingSpec) -> None:
                 f"it is a measure of {' and '.join(having)}"
                 if having
                 else (
-                    "the measures are auc, calibration and recall_at_K, K from 1 to 99"
+                    "the measures are auc, calibration, reliability and recall_at_K, K "
+                    "from 1 to 99"
                 )
             )
             raise JobError(
                 f"{name!r:.40} cannot be computed for {training.task}: {hint}", key=key
             )
+
+
+def _check_subgroups(training: TrainingSpec) -> None:
+    """Refuse subgroups that are not a public list of different names or numbers."""
+    names, fault = training.subgroups, ""
+    if training.task in {TRAINER, "contrastive"}:
+        fault = f"{training.task} does not evaluate each record by itself"
+    elif not len(set(names)) == len(names) <= MAX_SUBGROUPS:
+        fault = f"must be at most {MAX_SUBGROUPS} different names"
+    elif any(not (0 < len(n) <= MAX_CLASS_CHARS and n.isprintable()) for n in names):
+        fault = f"must be printable names of at most {MAX_CLASS_CHARS} characters"
+    elif training.subgroup_column and not all(map(_is_number, names)):
+        fault = (
+            'must be numbers, such as "1": columns of inputs hold numbers. Remove '
+            "training.subgroup_column to use the names of the data's groups"
+        )
+    if names and fault:
+        raise JobError(fault, key="training.subgroups")
+    if training.subgroup_column and not names:
+        raise JobError(
+            "has no effect without training.subgroups: name the public values to "
+            "report, or remove this key",
+            key="training.subgroup_column",
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _check_classes(training: TrainingSpec) -> None:
@@ -357,8 +432,11 @@ def _fault(name: str, stated: tuple[float, ...], training: TrainingSpec) -> str:
             "is not a metric name: use up to 32 lower-case letters, digits and _, and "
             f"none of {', '.join(_RESERVED)}"
         )
-    if name in confusion_of(training) or name in measured_of(training):
-        return "is the name of a sum of training.classes or training.measures"
+    if name in cells_of(replace(training, metrics={})):
+        return (
+            "is the name of a sum of training.classes, training.measures or "
+            "training.subgroups"
+        )
     if stated and (len(stated) != _PAIR or not stated[0] < stated[1]):
         return (
             "must be [low, high], the least and the most that one record adds; or [] "

@@ -107,8 +107,8 @@ def _goals(training: TrainingSpec) -> Mapping[str, str]:
         found |= dict.fromkeys(("precision", "recall", "f1"), _MAX)
     if training.classes:
         found |= dict.fromkeys(("macro_f1", "mean_iou"), _MAX)
-    measured = {"calibration": "calibration_error"}
+    measured = dict.fromkeys(("calibration", "reliability"), "calibration_error")
     for measure in training.measures:
-        goal = _MIN if measure == "calibration" else _MAX
+        goal = _MIN if measure in measured else _MAX
         found[measured.get(measure, measure)] = goal
     return found

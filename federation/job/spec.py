@@ -210,9 +210,19 @@ class TrainingSpec:
             if it returns `logits`. They increase the noise on held-out results, if
             there is any.
         measures: Further measures on held-out data: `auc` (`binary`), `calibration`
-            (`classification`, `binary`), `recall_at_K` (`classification`,
-            `contrastive`); all of them with your own objective, if it returns `logits`.
-            Each increases the noise on held-out results, if there is any.
+            (`classification`, `binary`), `reliability` (the same, and the bins of the
+            diagram), `recall_at_K` (`classification`, `contrastive`); all of them with
+            your own objective, if it returns `logits`. Each increases the noise on
+            held-out results, if there is any.
+        subgroups: Public names of at most 16 subgroups, whose number of predictions,
+            loss and accuracy are reported on held-out data: values of
+            `subgroup_column`, or names of the data's groups. They increase the noise on
+            held-out results, if there is any.
+        subgroup_column: Input, of a dict of columns, whose value says which subgroup a
+            record is in. Default: the groups of `clients.data.Examples`.
+        min_subgroup: A site leaves smaller subgroups out of its sums, and further ones
+            until those left out have as many records together. Without effect on
+            results with noise.
         max_tokens: Most predictions in one record: its tokens (`causal_lm`: one fewer)
             or, for `segmentation`, its pixels. A site refuses longer records. Secure
             aggregation and differential privacy bound one record's part of the results
@@ -267,6 +277,9 @@ class TrainingSpec:
     metrics: Mapping[str, tuple[float, ...]] = key(default={})
     classes: tuple[str, ...] = ()
     measures: tuple[str, ...] = ()
+    subgroups: tuple[str, ...] = ()
+    subgroup_column: str = ""
+    min_subgroup: int = key(default=10, low=1)
     max_tokens: int = key(default=1 << 16, low=1)
     local_steps: int | None = key(default=None, low=1)
     local_epochs: int | None = key(default=None, low=1)

@@ -504,6 +504,7 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
             weights=job.model.weights or "",
             relays=tuple(relay.name for relay in job.relays),
             relayed=tuple(relay.sites for relay in job.relays),
+            subgroups=job.training.subgroups,
         )
     )
     if state.members.away():

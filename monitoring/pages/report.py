@@ -24,6 +24,7 @@ from monitoring import privacy_words, units
 from monitoring.pages import panels, plots, report_privacy, statistics_figures
 from monitoring.pages.panels import Panel
 from monitoring.views import run_plan, storage_use
+from monitoring.views.derived_metrics import reliability, subgroups
 from monitoring.views.round_view import (
     RUNNING,
     accuracy_of,
@@ -188,6 +189,8 @@ def context(
     """What the page's tables and tiles say, by its name in the template."""
     unfinished = RUNNING if is_live else "not finished"
     ended = [row.finished for row in view.rounds if row.finished]
+    last = view.last_evaluated
+    sums = None if last is None else last.pooled
     return {
         "view": view,
         "is_live": is_live,
@@ -195,6 +198,8 @@ def context(
         "statistics": statistics,
         "tiles": _tiles(view, statistics),
         "confusion": _confusion(view),
+        "subgroups": subgroups(sums, view.started.subgroups) if sums else (),
+        "reliability": reliability(sums) if sums else (),
         "cell_noise": _cell_noise(view),
         "colours": plots.site_colours(view),
         "sites": _listed_sites(view),

@@ -8,6 +8,7 @@ from federation.messages import MetricSums
 from monitoring import privacy_words
 from monitoring.units import format_number, format_span
 from monitoring.views import storage_use
+from monitoring.views.derived_metrics import SubgroupResult, subgroups
 from monitoring.views.round_view import accuracy_of, loss_of, metrics_of, perplexity
 from monitoring.views.run_view import RunView
 
@@ -106,6 +107,8 @@ def quality(view: RunView) -> Iterator[tuple[str, str]]:
     yield "loss", f"{noisy}{shown}{noise}{unit}, {_on_what(view)}"
     for name, mean in metrics_of(sums).items():
         yield name, f"{noisy}{format_number(mean)}"
+    for row in subgroups(sums, view.started.subgroups) if sums else ():
+        yield "subgroup", f"{row.name}: {_of_subgroup(row, noisy)}"
     if view.is_language:
         yield "perplexity", f"{noisy}{perplexity(loss):.2f}"
     if view.is_language or accuracy is None:
@@ -116,6 +119,13 @@ def quality(view: RunView) -> Iterator[tuple[str, str]]:
         points = privacy_words.format_points(of_right)
         legend = f" +-{points} (standard deviation of the noise)"
     yield "accuracy", f"{noisy}{accuracy:.2%}{legend}"
+
+
+def _of_subgroup(row: SubgroupResult, noisy: str) -> str:
+    if row.loss is None:
+        return "no records, or too few to report (training.min_subgroup)"
+    hits = "" if row.accuracy is None else f", accuracy {noisy}{row.accuracy:.2%}"
+    return f"loss {noisy}{row.loss:.4f}{hits} of {noisy}{row.count:,.0f} predictions"
 
 
 def _newest_sums(view: RunView) -> MetricSums | None:

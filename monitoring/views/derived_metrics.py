@@ -11,17 +11,22 @@ of both signs cancels out in a sum over cells; only the result is brought to [0,
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from federation.job.metrics import (
     AUC_BINS,
     CALIBRATION_BINS,
     CONFUSION,
+    SUBGROUP,
 )
 from federation.messages import MetricSums
 
 _FOUND = ("tp", "fp", "fn")
 # Cells, which are not shown. An own metric may be called auc_of_men.
-_HIDDEN = re.compile(rf"({CONFUSION}_\d+|auc_(pos|neg)|calibration)_\d+")
+_HIDDEN = re.compile(
+    rf"({CONFUSION}_\d+|auc_(pos|neg)|calibration|bin_(count|hits))_\d+|"
+    rf"{SUBGROUP}_\d+_(count|loss|correct)"
+)
 
 
 def means(sums: MetricSums) -> Mapping[str, float]:
@@ -58,6 +63,82 @@ def derived(sums: MetricSums) -> Mapping[str, float]:
         total = math.fsum(abs(found[name]) for name in gaps)
         result["calibration_error"] = min(1.0, total / sums.count)
     return {**result, **_of_confusion(sums)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubgroupResult:
+    """Results of a subgroup.
+
+    Attributes:
+        name: As the job names it.
+        count: Predictions; with noise it may be negative.
+        loss: Mean loss in nats; None if the subgroup was left out or is empty.
+        accuracy: The same of accuracy, or None if the task has none.
+    """
+
+    name: str
+    count: float
+    loss: float | None
+    accuracy: float | None
+
+
+def subgroups(sums: MetricSums, names: Sequence[str]) -> Sequence[SubgroupResult]:
+    """Results of the job's subgroups, in their order."""
+    found = []
+    for number, name in enumerate(names):
+        count, loss, correct = (
+            sums.metrics.get(f"{SUBGROUP}_{number}_{what}")
+            for what in ("count", "loss", "correct")
+        )
+        found.append(
+            SubgroupResult(
+                name=name,
+                count=count or 0,
+                loss=_mean(loss, count),
+                accuracy=_mean(correct, count),
+            )
+        )
+    return found
+
+
+def _mean(total: float | None, count: float | None) -> float | None:
+    """A mean; None without predictions, as noise may leave them."""
+    if total is None or count is None or count <= 0:
+        return None
+    return total / count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReliabilityBin:
+    """Records whose confidence is in one of equal bins from 0 to 1.
+
+    Attributes:
+        count: How many there are.
+        confidence: Their mean confidence; None for an empty bin.
+        accuracy: Their hits over their number; None likewise.
+    """
+
+    count: float
+    confidence: float | None
+    accuracy: float | None
+
+
+def reliability(sums: MetricSums) -> Sequence[ReliabilityBin]:
+    """The bins of a reliability diagram; empty if the job does not measure them."""
+    kinds = ("bin_count", "bin_hits", "calibration")
+    if not _has(sums, [f"{k}_{b}" for k in kinds for b in range(CALIBRATION_BINS)]):
+        return ()
+    found = []
+    for number in range(CALIBRATION_BINS):
+        count, hits, gap = (sums.metrics[f"{kind}_{number}"] for kind in kinds)
+        found.append(
+            ReliabilityBin(
+                count=count,
+                confidence=(hits + gap) / count if count > 0 else None,
+                accuracy=hits / count if count > 0 else None,
+            )
+        )
+    return found
 
 
 def _has(sums: MetricSums, names: Sequence[str]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from federation.events import CostPredicted, ModelSelected
 from federation.messages import MetricSums, Resources
+from monitoring.views.derived_metrics import reliability, subgroups
 from monitoring.views.round_view import (
     RoundView,
     accuracy_of,
@@ -114,6 +115,11 @@ def _final(view: RunView) -> Mapping[str, Any]:
     if view.confusion:
         final["classes"] = list(view.started.classes)
         final["confusion"] = [list(row) for row in view.confusion]
+    if sums is not None and view.started.subgroups:
+        rows = subgroups(sums, view.started.subgroups)
+        final["subgroups"] = [asdict(row) for row in rows]
+    if sums is not None and (bins := reliability(sums)):
+        final["reliability"] = [asdict(each) for each in bins]
     if view.is_language:
         final["perplexity"] = None if loss is None else finite(perplexity(loss))
     return {**final, **_own_metrics(sums)}

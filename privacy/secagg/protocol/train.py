@@ -22,6 +22,7 @@ from federation.job.metrics import (
     CORRECT,
     MAX_MEAN_LOSS,
     MAX_PREDICTIONS,
+    SUBGROUP,
     most_of_a_record,
 )
 from federation.job.spec import JobSpec
@@ -54,7 +55,10 @@ TRAINING, EVALUATION = "training", "evaluation"
 _COUNTS = ("count", "loss", *CORRECT)
 _RECALL = re.compile(rf"{EVALUATION}_recall_at_\d+")
 # With noise they may be negative; without it, ``aggregator.sum_bounds`` refuses that.
-_CELL = re.compile(rf"{EVALUATION}_({CONFUSION}_\d+|auc_(pos|neg))_\d+")
+_CELL = re.compile(
+    rf"{EVALUATION}_(({CONFUSION}_\d+|auc_(pos|neg)|bin_(count|hits))_\d+|"
+    rf"{SUBGROUP}_\d+_(count|correct))"
+)
 # Where the clip norm follows the updates: +-1/2, with noise.
 WITHIN_CLIP = "within_clip"
 # Of updates in few levels: values beyond the outermost one; and the sum of the squares
