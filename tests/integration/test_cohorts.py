@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import agents
 from support.agents import OPEN_POLICY, AgentGrid, Consortium, consortium
 from support.secure_runs import Run, in_the_clear, run, secure_job, silence
@@ -21,12 +22,15 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from clients.models import logistic_regression
+from clients.models.starting_weights import pinned
 from clients.privacy.site_memory import FileMemory
 from cloud_adapters.local.faults import Restartable
 from deploy.aggregator_host.deployed_run import DeployedRun
 from federation import events
 from federation.clock import SystemClock
 from federation.errors import FederationError, QuorumNotMet, SiteError
+from federation.job import job_file
+from federation.job.evaluation_job import make_evaluation
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from monitoring.runs.run_folder import RunFolder
@@ -546,3 +550,21 @@ def test_numbers_on_the_grid_leave_mean_results_as_they_are(threshold: int):
             assert mine.accuracy == pytest.approx(theirs.accuracy, abs=0.5 / 13)
             if threshold == 5:  # All or nothing: no absence to tell by.
                 assert mine.count == theirs.count
+
+
+def test_evaluations_over_sites_that_differ_by_one_are_refused(tmp_path: Path):
+    """The difference of two sums of counts would be the confusion matrix of one."""
+    save_file(logistic_regression(4, 3).state_dict(), tmp_path / "model.safetensors")
+    document = job_file.document(job_of(SITES[:5]))
+    make_evaluation(document, str(tmp_path))
+    job, world = pinned(job_file.parse(document), Path()), World(tmp_path)
+    world.run(job)
+    world.run(job)  # The same question again has the same answer.
+    evaluated = [e for e in world.seen if isinstance(e, events.ModelEvaluated)]
+    assert [len(e.by_site) for e in evaluated] == [0, 0]
+    assert evaluated[0].pooled == evaluated[1].pooled
+    fewer = replace(job, sites=job.sites[:4])
+    secure = replace(fewer.privacy.secure_aggregation, threshold=4)
+    fewer = replace(fewer, privacy=replace(fewer.privacy, secure_aggregation=secure))
+    with pytest.raises(SiteError, match=r"would single out site-4.*policy\.min_group"):
+        world.run(fewer)

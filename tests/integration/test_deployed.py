@@ -19,6 +19,7 @@ from support.deployment import (
 from support.programs import needs
 from support.releases import another_release
 
+from clients.models.starting_weights import pinned
 from deploy.wiring.simulation import simulate
 from federation.job import job_file
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
@@ -128,6 +129,37 @@ def test_the_model_is_that_of_a_simulation(federation: Deployment, tmp_path: Pat
     assert "quickstart" in crossfed("ps", "--aggregator", federation.config).stdout
 
 
+def test_a_model_is_evaluated_at_the_sites(federation: Deployment, tmp_path: Path):
+    """As in a simulation, in the clear and with masks, also if a coordinator dies."""
+    job, model = plain_job(tmp_path), tmp_path / "model"
+    simulate(job_file.load(job, ["rounds=2"]), folder=model, report=False)
+    plain = pinned(job_file.load(job, evaluated=str(model)), tmp_path)
+    wanted = simulate(plain, folder=None).summary()["final"]
+    words = (str(job), "--aggregator", federation.config, "--json")
+    found = json.loads(crossfed("run", *words, "--evaluate", str(model)).stdout)
+    assert found["final"] == wanted
+    assert found["rounds_completed"] == 0
+    size = (model / "model.safetensors").stat().st_size
+    for site in found["sites"]:  # The model travels once.
+        assert size < site["bytes_down"] < 1.2 * size
+    secure = tmp_path / "secure.toml"
+    secure.write_text(job.read_text() + SECURE)
+    earlier = federation.num_runs()
+    words = (str(secure), "--aggregator", federation.config, "--json")
+    process = federation.follow("run", *words, "--evaluate", str(model))
+    wait_for(lambda: federation.num_runs() > earlier, "the run begins")
+    federation.kill_any("coordinator_process")
+    masked = finish(process)["final"]
+    assert masked["accuracy"] == wanted["accuracy"]  # type: ignore[index]
+    assert masked["loss"] == pytest.approx(wanted["loss"], abs=1e-6)  # type: ignore[index]
+
+
+SECURE = """
+[privacy.secure_aggregation]
+enabled = true
+two_sites_waiver = true
+max_examples = 1500
+"""
 CONSTANT = 'training.learning_rate.name="constant"'
 
 

@@ -201,6 +201,10 @@ class Deployment:
         words += [w for setting in settings for w in ("--set", setting)]
         words += ["--resume"] * resume
         words += [] if extend is None else ["--extend", str(extend)]
+        return self.follow(*words)
+
+    def follow(self, *words: str) -> "subprocess.Popen[str] | Forked":
+        """Start a command line that may take long."""
         follower: subprocess.Popen[str] | Forked
         if self.server is None:
             follower = subprocess.Popen(
