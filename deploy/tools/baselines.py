@@ -8,12 +8,15 @@ which for the sites' own models is the cross-site matrix.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from clients.data.pooled import PooledDataset
 from clients.privacy.source_check import check_simulated
 from clients.training.local_federation import SiteData
+from deploy.tools.site_model import write_site_model
 from deploy.wiring import parts as wiring
 from deploy.wiring.simulation import simulate
 from federation.errors import JobError
@@ -23,6 +26,7 @@ from federation.job.evaluation_job import drop_keys, evaluates_only, make_evalua
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from federation.protocols import Clock
+from monitoring.runs.run_folder import RunFolder
 from monitoring.views.baselines import ALL, Baseline, Baselines, Training
 
 FEDERATION, POOLED, ALONE = "federation", "pooled data", "only "
@@ -31,6 +35,7 @@ FEDERATION, POOLED, ALONE = "federation", "pooled data", "only "
 _OF_FEDERATIONS = (
     "aggregation",
     "communication",
+    "model.personal",
     "relays",
     "schedule",
     "simulation.faults",
@@ -63,7 +68,7 @@ def baselines(
         say: Takes a line about each model that is trained.
 
     Raises:
-        JobError: The job cannot be simulated, or its model is not one.
+        JobError: The job cannot be simulated.
         FederationError: Anything that ends one of the runs.
     """
     _check(job)
@@ -74,7 +79,7 @@ def baselines(
         POOLED: (_alone(job, "pooled", job.sites_per_round), sites),
         **{f"{ALONE}{name}": (_alone(job, name, share), [name]) for name in sites},
     }
-    found: dict[str, list[Training]] = {name: [] for name in ways}
+    found: dict[str, list[Training]] = {}
     for seed in seeds:
         seeded = replace(job, seed=seed)
         data = wiring.deal_data(seeded)
@@ -84,14 +89,20 @@ def baselines(
             own = {SiteId(each): data[SiteId(each)] for each in names}
             if name == POOLED:
                 own = {SiteId("pooled"): _pooled([*own.values()])}
-            found[name].append(_trained(replace(way, seed=seed), own, job, data, clock))
+            trained = _trained(replace(way, seed=seed), own, job, data, clock)
+            for part, training in trained.items():
+                found.setdefault(f"{name}{part}", []).append(training)
     return Baselines(
         job=job.name,
         seeds=seeds,
         work=_work(job),
         notes=_notes(job),
         rows=[
-            Baseline(name=name, steps=_steps(ways[name][0]), trainings=trainings)
+            Baseline(
+                name=name,
+                steps=_steps(ways[name][0] if name in ways else job),
+                trainings=trainings,
+            )
             for name, trainings in found.items()
         ],
         sites=sites,
@@ -99,19 +110,13 @@ def baselines(
 
 
 def _check(job: JobSpec) -> None:
-    """Refuse jobs that leave no model which one site alone could have trained.
+    """Refuse jobs that train nothing, or whose data are not here.
 
     Raises:
         JobError: It is such a job.
     """
     if evaluates_only(job):
         raise JobError("is 0: baselines are trained", key="rounds")
-    if job.model.personal:
-        raise JobError(
-            "the federation leaves a model for each site, of which only the shared "
-            "parts are in a file: remove this key to compare the shared model",
-            key="model.personal",
-        )
     if lacking := wiring.without_data(job):
         raise JobError(
             f"site {lacking[0]!r} has no data here: baselines pool all data, so they "
@@ -154,19 +159,38 @@ def _trained(
     job: JobSpec,
     data: Mapping[SiteId, SiteData],
     clock: Clock,
-) -> Training:
-    """Train one model, and evaluate it at every site."""
+) -> Mapping[str, Training]:
+    """Train one model, and evaluate it at every site.
+
+    With personal parts each site has another model. All of them are evaluated at every
+    site, and the federation's result at a site is that of the site's own.
+
+    Returns:
+        By what is added to the name of the row.
+    """
     with TemporaryDirectory(prefix="crossfed-baseline-") as folder:
-        run = Path(folder) / "run"
-        done = simulate(way, folder=run, clock=clock, report=False, data=own)
-        results = _evaluated(job, run, data, clock)
+        run = RunFolder(Path(folder) / "run")
+        done = simulate(way, folder=run.path, clock=clock, report=False, data=own)
+        found: dict[str, Mapping[str, MetricSums]] = {}
+        if way.model.personal:
+            for name in own:
+                file = Path(folder) / f"{name}.safetensors"
+                write_site_model(run, name, file)
+                found[f" at {name}"] = _evaluated(job, file, data, clock)
+            results = {str(name): found[f" at {name}"][name] for name in own}
+            found = {"": {ALL: reduce(add, results.values()), **results}, **found}
+        else:
+            found[""] = _evaluated(job, run.path, data, clock)
     is_alone = len(own) == 1
-    return Training(
-        results=results,
-        epsilon=done.epsilon,
-        num_bytes=None if is_alone else done.bytes_up + done.bytes_down,
-        seconds=done.view.seconds or 0.0,
-    )
+    return {
+        part: Training(
+            results=results,
+            epsilon=done.epsilon,
+            num_bytes=None if is_alone else done.bytes_up + done.bytes_down,
+            seconds=done.view.seconds or 0.0,
+        )
+        for part, results in found.items()
+    }
 
 
 def _evaluated(
@@ -205,6 +229,11 @@ def _work(job: JobSpec) -> str:
 def _notes(job: JobSpec) -> list[str]:
     """What a reader must know of how the rows differ."""
     notes = ["all models are evaluated on the same held-out data, without noise"]
+    if job.model.personal:
+        notes.append(
+            "each site has its own parts of the federation's model: its row has each "
+            "site's own model at that site, and `federation at SITE` one at all sites"
+        )
     unit = job.privacy.differential_privacy.unit
     if unit == "site":
         notes.append(

@@ -75,6 +75,7 @@ def test_work_is_equal_and_every_model_is_at_every_site():
 def test_every_row_of_a_private_job_keeps_the_same_promise():
     """Noise of whole sites has no meaning at one, which the notes say."""
     table = {"target_epsilon": 8.0, "clip_norm": 1.0, "delta": 1e-3}
+    table["noise_multiplier"] = 2.0  # Found at once.
     training = {"local_steps": 1, "batch_size": 4, "optimizer": {"lr": 0.5}}
     _, rows = found(
         job_of(
@@ -93,8 +94,22 @@ def test_what_has_no_baselines_is_refused():
     with pytest.raises(JobError, match="for simulations"):
         found(dataclasses.replace(job_of(2), data=None))
     with pytest.raises(JobError) as caught:
-        found(job_of(2, model={**MODEL, "personal": ["*bias"]}))
-    assert caught.value.key == "model.personal"
+        found(dataclasses.replace(job_of(2), rounds=0))
+    assert caught.value.key == "rounds"
+
+
+def test_each_sites_personal_model_is_at_each_other_site():
+    """The federation's result at a site is that of the site's own model."""
+    training = {"local_steps": 5, "batch_size": 10, "optimizer": {"lr": 0.5}}
+    job = job_of(2, training=training, model={**MODEL, "personal": ["*bias"]})
+    _, rows = found(job)
+    own = {site: rows[f"federation at {site}"] for site in ("site-0", "site-1")}
+    shared = rows[FEDERATION].trainings[0].results
+    for site, row in own.items():
+        assert row.trainings[0].results[site] == shared[site]
+    others = [row.trainings[0].results["site-0"].loss_sum for row in own.values()]
+    assert others[0] != others[1]
+    assert shared[ALL] == shared["site-0"] + shared["site-1"]
 
 
 MODEL = {
