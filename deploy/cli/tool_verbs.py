@@ -63,9 +63,14 @@ def _storage_key(options: argparse.Namespace) -> int:
 
 
 def _trust_key(options: argparse.Namespace) -> int:
-    from privacy.membership import roster_file  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy import audit_log  # noqa: PLC0415 -- keeps `--help` fast
+    from privacy.membership import roster_file  # noqa: PLC0415 -- as above
     from privacy.secagg.agreement import roster  # noqa: PLC0415
 
+    folder, whom = options.roster.parent, options.relay or options.site or "aggregator"
+    if (folder / audit_log.FILE).exists():  # A party's; others are drafts.
+        now = options.clock.now()
+        audit_log.note(folder, "roster.trust", whom, at=now, key=options.key)
     trusted = roster_file.trust(
         options.roster,
         site=None if options.aggregator else options.relay or options.site,

@@ -131,6 +131,9 @@ def test_members_and_runs_are_on_record_at_both_ends(tmp_path: Path):
     run_queue.leave_outcome(run, run_queue.Outcome(code=130, message=""))
     run_queue.take_up(run, at=3.0)
     federation.revoke("site-a")
+    path, key = federation.aggregator / "roster.toml", "cd" * 32
+    words = ["--site", "site-z", "--organisation", "Z", "--key", key]
+    assert cli.main(["keys", "trust", str(path), *words]) == 0
     here = audit_log.read(federation.aggregator / audit_log.FILE)
     assert here.faults == ()
     user = audit_log.operator()
@@ -142,6 +145,7 @@ def test_members_and_runs_are_on_record_at_both_ends(tmp_path: Path):
         ("run.stop", f"the live page of {user}"),
         ("run.resume", user),
         ("site.revoke", user),
+        ("roster.trust", user),
     ]
     there = audit_log.read(site.config.folder / audit_log.FILE)
     assert [entry.action for entry in there.entries] == ["site.enrol"]
