@@ -103,11 +103,14 @@ def draw(drawings: Mapping[str, Callable[[], Figure | None]]) -> Mapping[str, st
     return found
 
 
-def stand_alone(name: str, make: Callable[[], Figure]) -> str:
-    """Draw a figure as an SVG file of its own, on white; its texts are the viewer's."""
+def stand_alone(name: str, make: Callable[[], Figure], form: str = "svg") -> bytes:
+    """Draw a figure as a file of its own, SVG or PNG, on white."""
     with mpl.rc_context({**_SETTINGS, "svg.hashsalt": f"crossfed-{name}"}):
-        buffer = io.StringIO()
-        make().savefig(buffer, format="svg", facecolor="white", metadata={"Date": None})
+        buffer = io.BytesIO()
+        undated = {"Date": None} if form == "svg" else {}
+        make().savefig(
+            buffer, format=form, facecolor="white", dpi=150, metadata=undated
+        )
     return buffer.getvalue()
 
 

@@ -1,6 +1,5 @@
 """Draw the figures of a run's report from its view."""
 
-import io
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,6 @@ from federation.events import SiteFailed
 from monitoring.pages.figures import (
     CARD,
     DOWN_COLOUR,
-    FAINT,
     INK,
     POOLED_COLOUR,
     SITE_COLOURS,
@@ -32,6 +30,7 @@ from monitoring.pages.figures import (
     label_axes,
     log_scale,
     new_figure,
+    stand_alone,
 )
 from monitoring.pages.timeline_plot import timeline
 from monitoring.privacy_words import accuracy_noise, is_of_sites, loss_noise
@@ -393,24 +392,21 @@ def write_plan(points: Mapping[str, tuple[float, float]], path: Path) -> None:
     """
     if path.suffix not in _FORMATS:
         raise JobError(f"{path.name} must end in .svg or .png", key="--plot")
-    figure = Figure(figsize=(8.0, 5.0), layout="constrained")
-    axes = figure.add_subplot()
+    drawn = stand_alone("plan", partial(_ways, points), form=path.suffix[1:])
+    # Not by the library: its frames would be shown below the error as the user's.
+    with os_errors(StoreUnavailable, f"write {path}", "name another file"):
+        path.write_bytes(drawn)
+
+
+def _ways(points: Mapping[str, tuple[float, float]]) -> Figure:
+    figure, axes = new_figure(width=8.0)
     for index, (name, (seconds, dollars)) in enumerate(points.items()):
         colour = SITE_COLOURS[index % len(SITE_COLOURS)]
         marker = "o" if index < len(SITE_COLOURS) else "s"
         axes.plot(seconds, dollars, marker, color=colour, label=name)
-    axes.set_xlabel("seconds", color=INK)
-    axes.set_ylabel("dollars", color=INK)
     most = [max(values) for values in zip(*points.values(), strict=True)]
     axes.set_xlim(0.0, 1.08 * most[0] or 1.0)
     axes.set_ylim(0.0, 1.08 * most[1] or 1.0)
-    axes.tick_params(colors=FAINT)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5)
-    )
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix[1:], dpi=150)
-    # Not by the library: its frames would be shown below the error as the user's.
-    with os_errors(StoreUnavailable, f"write {path}", "name another file"):
-        path.write_bytes(drawn.getbuffer())
+    label_axes(axes, "seconds", "dollars")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure

@@ -112,7 +112,7 @@ def write_sweep(runs: Sequence[ComparedRun], folder: Path) -> Sequence[Path]:
             continue
         picture = stand_alone(name, partial(draw, table))
         replace_file(folder / f"{name}.csv", [table.text().encode()])
-        replace_file(folder / f"{name}.svg", [picture.encode()])
+        replace_file(folder / f"{name}.svg", [picture])
         written.append(folder / f"{name}.svg")
     return written
 
@@ -197,10 +197,6 @@ def _sites(sweep: _Sweep) -> Table:
     return Table(columns=heads, rows=rows if several else ())
 
 
-def _draw_sites(table: Table) -> Figure:
-    return _scatter([(row[1], row[3]) for row in table.rows], "sites", table.columns[3])
-
-
 def _cost(sweep: _Sweep) -> Table:
     rows = list[Sequence[Any]]()
     for name, run in sweep.runs.items():
@@ -231,9 +227,10 @@ def _privacy(sweep: _Sweep) -> Table:
     return Table(columns=("run", "epsilon", "held-out loss"), rows=known)
 
 
-def _draw_privacy(table: Table) -> Figure:
-    points = [(row[1], row[2]) for row in table.rows]
-    return _scatter(points, "epsilon", "held-out loss")
+def _pairs(x: int, y: int, table: Table) -> Figure:
+    """Draw one column against another."""
+    points = [(row[x], row[y]) for row in table.rows]
+    return _scatter(points, table.columns[x], table.columns[y])
 
 
 def _scatter(points: Sequence[tuple[float, float]], x: str, y: str) -> Figure:
@@ -400,9 +397,9 @@ def _number(text: str) -> float | None:
 _FIGURES: Mapping[str, tuple[Callable[[_Sweep], Table], Callable[[Table], Figure]]] = {
     "communication-time": (_traffic, _draw_traffic),
     "utilisation": (_use, _draw_use),
-    "sites-time": (_sites, _draw_sites),
+    "sites-time": (_sites, partial(_pairs, 1, 3)),
     "sensitivity": (_sensitivity, _draw_each),
     "tornado": (_sensitivity, _draw_tornado),
     "cost-loss": (_cost, _draw_cost),
-    "epsilon-loss": (_privacy, _draw_privacy),
+    "epsilon-loss": (_privacy, partial(_pairs, 1, 2)),
 }
