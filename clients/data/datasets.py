@@ -348,7 +348,8 @@ def columns_of(dataset: Dataset) -> tuple[Mapping[str, Column], Mapping[str, str
     """Return a dataset's columns by name, and the units of those whose unit is known.
 
     An array's columns are ``0``, ``1`` and so on, those of a dict have its names, and
-    the targets are ``target``. A dataset without arrays is read, as float32.
+    the targets are ``target``. An array of more axes is one column, ``inputs``. A
+    dataset without arrays is read, as float32.
     """
     if isinstance(dataset, Table):
         names = dataset.columns
@@ -370,7 +371,9 @@ def columns_of(dataset: Dataset) -> tuple[Mapping[str, Column], Mapping[str, str
             continue
         if array.ndim == 1 and name:
             found[name] = array
-        elif array.ndim <= 2:  # noqa: PLR2004 -- rows and columns
+        elif array.ndim > 2:  # noqa: PLR2004 -- rows and columns
+            found[name or "inputs"] = array
+        else:
             table = array.reshape(len(array), -1)
             found |= {f"{name}{at}": table[:, at] for at in range(table.shape[1])}
     return found, {}

@@ -18,6 +18,7 @@ import numpy as np
 from clients.data.datasets import Dataset, columns_of
 from clients.data.tables import Words
 from clients.privacy.site_memory import Document, SiteMemory
+from clients.statistics.columns import with_derived
 from federation.errors import JobError
 from federation.job import job_file
 from federation.job.spec import JobSpec
@@ -83,9 +84,10 @@ def _question(job: JobSpec) -> str:
 def _content(job: JobSpec, data: Dataset) -> str:
     """Digest of every value that is asked about, in the order of the records."""
     found = hashlib.sha256(b"crossfed/columns\0")
-    columns, _ = columns_of(data)
     asked = () if job.statistics is None else job.statistics.columns
-    for name in sorted(name for spec in asked for name in spec.names):
+    names = sorted(name for spec in asked for name in spec.names)
+    columns = with_derived(columns_of(data)[0], names)
+    for name in names:
         column = columns[name]
         found.update(f"{name}\0{len(data)}\0".encode())
         if isinstance(column, Words):

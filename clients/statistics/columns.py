@@ -1,17 +1,19 @@
 """Columns of a site's records, by name, as numbers or as codes of categories.
 
 Columns are those of a table (``clients.data.tables``) or of a dict; those of an array
-are called ``0``, ``1`` and so on, and the targets ``target``.
+are called ``0``, ``1`` and so on, and the targets ``target``. Others follow from these:
+see ``derived``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clients.data.datasets import Dataset, columns_of
-from clients.data.tables import Words, words_of
+from clients.data.tables import Column as TableColumn, Words, words_of
+from clients.statistics.derived import derived
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.statistics_job import NUMBER
@@ -19,6 +21,7 @@ from federation.job.statistics_table import MAX_RECORDS, Column, Table
 
 Numbers = NDArray[np.float64]
 Codes = NDArray[np.int32]
+Values = TableColumn
 Warn = Callable[[str], None]
 
 
@@ -53,7 +56,8 @@ def read(table: Table, data: Dataset, site: SiteId, warn: Warn) -> SiteColumns:
     """
     if len(data) > MAX_RECORDS:
         raise SiteError(f"site {site!r} has more than {MAX_RECORDS:,} records")
-    known, units = columns_of(data)
+    columns, units = columns_of(data)
+    known = with_derived(columns, (column.name for column in table.columns))
     faults = list[str]()
     numbers, codes = dict[str, NDArray[np.generic]](), dict[str, Codes]()
     for column in table.columns:
@@ -85,6 +89,14 @@ def check(table: Table, data_of: Mapping[SiteId, Dataset]) -> None:
             faults.append(str(error))
     if faults:
         raise SiteError(";\n".join(faults))
+
+
+def with_derived(
+    known: Mapping[str, Values], names: Iterable[str]
+) -> Mapping[str, Values]:
+    """Add the columns of these names that follow from others."""
+    found = {name: derived(known, name) for name in names if name not in known}
+    return {**known, **{n: each for n, each in found.items() if each is not None}}
 
 
 def _fault(

@@ -144,15 +144,8 @@ def open_run(
             met, identity=identity, folder=folder, clock=clock, stated=stated
         )
         stack.enter_context(private)
-    if job.statistics is not None and private is None:
-        note_question(
-            site_memory(config),
-            name_data(config),
-            job,
-            met.federation.site_data[name][0],
-            most=config.file.policy.statistics.exact_questions,
-        )
     promise = None if private is None else _promise(private, config.file.policy)
+    _note_question(met, promise)
     make_trainer = _trainer_maker(met.federation, private, config.file, stack)
     if private is not None:  # And its ledger is open.
         data = met.federation.site_data[name]
@@ -189,6 +182,22 @@ def _promise(private: PrivateSites, policy: PolicySpec) -> SitePrivacy:
     (promise,) = private.promises()
     check_delta(policy, SiteId(promise.site), promise.delta)
     return promise
+
+
+def _note_question(met: ProposedRun, promise: SitePrivacy | None) -> None:
+    """Remember exact statistics, or noised ones that the operator counts as exact.
+
+    Raises:
+        JobError: The site has answered as many as it may.
+        StoreError: The site's memory cannot be read or written.
+    """
+    job, config = met.job, met.config
+    policy = config.file.policy
+    exact = promise is None or bool(weakness_of(job, policy, promise.delta))
+    if job.statistics is not None and exact:
+        train, _ = met.federation.site_data[SiteId(config.file.name)]
+        most = policy.statistics.exact_questions
+        note_question(site_memory(config), name_data(config), job, train, most=most)
 
 
 def note_limits(

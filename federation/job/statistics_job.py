@@ -19,7 +19,10 @@ class ColumnSpec:
 
     Attributes:
         names: Names of the columns. Columns of an array without names are `0`, `1`, and
-            so on; targets are `target`.
+            so on; targets are `target`. Of a column of texts, `NAME.length` is its
+            number of characters, and `NAME.has.WORD` whether it has a word. Of images,
+            `inputs.channel.0` is the mean of a channel, `inputs.channel.0.square` that
+            of its squares; `inputs.height` and `inputs.width` are their size.
         low: Least value of a number. Smaller ones count as this one. It is public:
             never take it from the data.
         high: Largest value of a number, likewise.

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.data.tables import Table as Rows, words_of
+from clients.data.datasets import as_dataset
+from clients.data.tables import Table as Rows, Words, words_of
 from clients.privacy.questions import note_question
 from clients.privacy.site_memory import InMemory
 from clients.statistics.columns import read
@@ -169,6 +170,30 @@ def test_a_site_without_records_adds_nothing():
     assert not any(sums_of(part_of, part_of.stages[1], data, sums)["quantiles"])
 
 
+def test_texts_and_images_have_columns_that_follow_from_them():
+    """The deviation of a channel over all pixels is that of its two means."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (30, 3, 5, 4), dtype=np.uint8)
+    data = as_dataset((pixels, np.zeros(30, np.int64)), name="images")
+    unit = {"low": 0.0, "high": 9.0}
+    names = ["inputs.channel.1", "inputs.channel.1.square", "inputs.height"]
+    found = read(asked({"names": names, **unit}), data, SITE, lambda _: None).numbers
+    mean, square = (np.asarray(found[name]).mean() for name in names[:2])
+    assert mean == pytest.approx(pixels[:, 1].mean() / 255)
+    assert math.sqrt(square - mean**2) == pytest.approx(pixels[:, 1].std() / 255)
+    assert set(np.asarray(found["inputs.height"])) == {5.0}
+    with pytest.raises(SiteError, match=r"inputs.channel.3"):
+        read(asked({"names": ["inputs.channel.3"], **unit}), data, SITE, print)
+
+    texts = ("No fever, no cough", "FEVER", "feverish")
+    note = Words(np.array([0, 1, 2, -1], np.int32), texts)
+    table_ = Rows(columns={"note": note}, index=np.arange(4))
+    names = ["note.length", "note.has.fever"]
+    found = read(asked({"names": names, **unit}), table_, SITE, lambda _: None).numbers
+    np.testing.assert_array_equal(found["note.length"], [18, 5, 8, math.nan])
+    np.testing.assert_array_equal(found["note.has.fever"], [1, 1, 0, math.nan])
+
+
 def hidden(least: int = 10, **columns: Any) -> dict[str, list[int]]:
     part_of = asked({**AGE, "bins": 5}, {**SEX, "categories": ["0", "1"]})
     data = read(part_of, rows(**columns), SITE, lambda _: None)
@@ -233,4 +258,14 @@ def test_exact_questions_are_few_and_not_repeated_on_other_data():
     with pytest.raises(JobError, match="records that changed"):
         ask(age=[5.0, 25.0], sex=[0, 1])
     ask(bins=6, most=2)
+    columns = [{"names": ["sex.has.1"], "low": 0.0, "high": 1.0}]
+    document = {
+        "name": "s",
+        "sites": [{"name": SITE}],
+        "statistics": {"columns": columns},
+    }
+    of_texts = job_file.parse(document)
+    note_question(memory, "texts", of_texts, rows(**data), most=1)
+    with pytest.raises(JobError, match="records that changed"):
+        note_question(memory, "texts", of_texts, rows(sex=[1, 1, 0]), most=1)
     ask(bins=6, dataset="other")
