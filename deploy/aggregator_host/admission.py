@@ -17,7 +17,12 @@ from deploy.aggregator_host.run_queue import QueuedRun
 from deploy.aggregator_host.scheduler import Candidate, Plan, Rules, Share
 from federation.errors import FederationError, JobError
 from federation.event_log import from_line
-from federation.events import ModelEvaluated, RoundFinished, RunStarted
+from federation.events import (
+    ModelEvaluated,
+    RoundFinished,
+    RunStarted,
+    SiteAnswered,
+)
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.rounds import cost
@@ -25,7 +30,7 @@ from federation.rounds.cost import Speeds
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views import run_plan
 
-_HOUR, _GIGABYTE = 3600.0, 1e9
+_HOUR, _GIGABYTE, _MIB = 3600.0, 1e9, float(1 << 20)
 _RECENT = 5  # Rounds that show a run's pace.
 
 
@@ -85,12 +90,18 @@ def admission(
         used[one.request.owner] += scheduler.used_now(
             one.held_seconds(now), len(one.request.sites), ended=one.ended(now), now=now
         )
+    memory = run_queue.memory_of(runs)
+    limited = any(most < math.inf for most, _ in memory.values())
+    took = _memory_taken(runs) if limited else {}
     refused = {name: _refused(config, known, name, runs, now) for name in used}
     paces = _paces(runs, now) if lengths else {}
     queue = config.file.queue
     return Admission(
         candidates=[
-            _candidate(one, flower, refused[one.request.owner], paces, now)
+            replace(
+                _candidate(one, flower, refused[one.request.owner], paces, now),
+                needs=_needs(one, took),
+            )
             for one in runs
             if _takes_turns(one, flower)
         ],
@@ -103,6 +114,7 @@ def admission(
             max_runs=queue.max_runs,
             slice_seconds=queue.slice_seconds,
             age_seconds=queue.age_seconds,
+            memory=memory,
         ),
         now=now,
     )
@@ -237,6 +249,44 @@ def _bytes_of_sites(path: Path, _minute: float) -> Mapping[str, tuple[float, flo
     sites = run.view().sites if run.exists() else ()
     found = {site.site: (site.bytes_down, site.bytes_up) for site in sites}
     return {name: found.get(name, (0, 0)) for name in names}
+
+
+def _needs(
+    one: QueuedRun, took: Mapping[str, Mapping[str, float]]
+) -> Mapping[str, tuple[float, float]]:
+    """MiB of memory and GPU memory that a run takes at its sites, if that is known."""
+    stated, gpu = one.request.memory_mib, float(one.request.gpu_memory_mib or 0)
+    measured = took.get(one.run.path.parent.name, {})
+    return {
+        site: (measured.get(site, 0.0) if stated is None else float(stated), gpu)
+        for site in one.request.sites
+    }
+
+
+def _memory_taken(runs: Sequence[QueuedRun]) -> Mapping[str, Mapping[str, float]]:
+    """MiB that sites took in the newest run of each job that has ended.
+
+    It is the most that an agent's process has held, so with whatever else ran in it.
+    Sites do not report it in runs with differential privacy.
+    """
+    ended = [one.run for one in runs if one.outcome is not None and one.run.exists()]
+    return {run.path.parent.name: _peaks(run.events) for run in ended}
+
+
+@functools.lru_cache(maxsize=4096)
+def _peaks(path: Path) -> Mapping[str, float]:
+    found: dict[str, float] = {}
+    for line in path.read_bytes().split(b"\n"):
+        if b'"peak_memory_bytes"' not in line:
+            continue
+        try:
+            event = from_line(line)
+        except ValueError:
+            continue
+        if isinstance(event, SiteAnswered) and event.resources is not None:
+            peak = (event.resources.peak_memory_bytes or 0) / _MIB
+            found[event.site] = max(found.get(event.site, 0.0), peak)
+    return found
 
 
 def _known(known: Owners, name: str) -> Owner:

@@ -269,10 +269,13 @@ class SignedHandshake:
         found = sorted(self.introductions.items())
         return {name: each.num_examples for name, each in found}
 
-    def slots(self) -> Mapping[SiteId, int]:
-        """How many runs at once each site takes."""
+    def slots(self) -> Mapping[SiteId, tuple[int, int, int]]:
+        """How many runs each site takes at once, and MiB of memory and GPU memory."""
         found = sorted(self.introductions.items())
-        return {name: each.max_runs for name, each in found}
+        return {
+            name: (each.max_runs, each.memory_mib, each.gpu_memory_mib)
+            for name, each in found
+        }
 
     def promises(self) -> tuple[SitePrivacy, ...]:
         """The sites' promises, in the order of their names."""

@@ -10,6 +10,7 @@ service starts another once there is room, which continues from the newest check
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,6 +92,8 @@ class RunRequest:
         deadline_seconds: That of the job's rounds.
         since: When it began to wait for its turn; as ``at`` for 0.
         used: How many seconds it held its sites in earlier turns.
+        memory_mib: Memory that it takes at each site; None if the job does not say.
+        gpu_memory_mib: The same of GPUs' memory.
     """
 
     at: float
@@ -100,6 +103,8 @@ class RunRequest:
     deadline_seconds: float = 600.0
     since: float = 0.0
     used: float = 0.0
+    memory_mib: int | None = None
+    gpu_memory_mib: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +361,8 @@ def _of_job(request: RunRequest, job: JobSpec) -> RunRequest:
         request,
         sites=tuple(names),
         deadline_seconds=job.schedule.round_deadline_seconds,
+        memory_mib=job.schedule.memory_mib,
+        gpu_memory_mib=job.schedule.gpu_memory_mib,
     )
 
 
@@ -469,18 +476,34 @@ def is_to_stop(run: RunFolder) -> bool:
     return False
 
 
-def note_slots(run: RunFolder, slots: Mapping[SiteId, int]) -> None:
-    """Note how many runs at once the sites of a run take."""
+def note_slots(run: RunFolder, slots: Mapping[SiteId, tuple[int, int, int]]) -> None:
+    """Note what the sites of a run have room for; see ``SignedHandshake.slots``."""
     replace_file(run.path / SLOTS, [json.dumps(slots).encode()])
 
 
 def slots_of(runs: Iterable[QueuedRun]) -> dict[str, int]:
     """How many runs at once each site takes, as it stated last."""
-    found: dict[str, int] = {}
+    return {site: max(1, most) for site, (most, *_) in _stated(runs).items()}
+
+
+def memory_of(runs: Iterable[QueuedRun]) -> dict[str, tuple[float, float]]:
+    """MiB of memory and GPU memory that runs may take at each site together."""
+    return {
+        site: (float(memory) or math.inf, float(gpu) or math.inf)
+        for site, (_, memory, gpu) in _stated(runs).items()
+    }
+
+
+def _stated(runs: Iterable[QueuedRun]) -> dict[str, tuple[int, int, int]]:
+    found: dict[str, tuple[int, int, int]] = {}
     for path in sorted((one.run.path / SLOTS for one in runs), key=_written):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            for site, number in json.loads(path.read_bytes()).items():
-                found[site] = max(1, int(number))
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+            for site, stated in json.loads(path.read_bytes()).items():
+                # Earlier releases noted the number of runs alone.
+                runs_, memory, gpu = (
+                    [stated, 0, 0] if isinstance(stated, int) else stated
+                )
+                found[site] = int(runs_), int(memory), int(gpu)
     return found
 
 

@@ -16,9 +16,9 @@ it waits for that slot. One that still waits keeps the slots that are free for i
 that a run of many sites is not passed by runs of few for ever.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 # Usage counts half after so long: what an owner used last month does not matter.
 HALF_LIFE_SECONDS = 86_400.0
@@ -34,11 +34,14 @@ class Rules:
         max_runs: How many runs may be at work at once.
         slice_seconds: The shortest turn of a run that an equal one waits for.
         age_seconds: Waiting time that raises a run by one level.
+        memory: MiB of memory and GPU memory that all runs may take at a site together;
+            no limit where it is missing.
     """
 
     max_runs: int
     slice_seconds: float
     age_seconds: float
+    memory: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,8 @@ class Candidate:
         holds: Whether a coordinator works on it: it takes up its slots.
         refused: Why it may not work, whatever is free; empty if it may.
         seconds_left: How long it will still work; None if that is not known.
+        needs: MiB of memory and GPU memory that it takes at each site; nothing where
+            that is not known.
         round_seconds: How long its rounds last; 0 if that is not known.
     """
 
@@ -82,6 +87,7 @@ class Candidate:
     holds: bool = False
     refused: str = ""
     seconds_left: float | None = None
+    needs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     round_seconds: float = 0.0
 
 
@@ -137,24 +143,24 @@ def plan(
         now: Seconds since 1970.
     """
     ranked = _ranked(candidates, shares, rules, now)
-    chosen = _chosen(ranked, slots, rules.max_runs)
+    chosen = _chosen(ranked, slots, rules)
     held = [one for one in ranked if one.holds]
     start, pause, waits = list[str](), list[str](), dict[str, Wait]()
     for index, one in enumerate(ranked):
         if one.holds:
             pause += [one.name] if one.refused else []
             continue
-        blocked = _blocking(one, held, slots, rules.max_runs)
+        blocked = _blocking(one, held, slots, rules)
         if one.refused:
             waits[one.name] = Wait(what=one.refused)
         elif one.name not in chosen or blocked:
-            waits[one.name] = _wait(blocked, rules.max_runs)
+            waits[one.name] = _wait(one, blocked, slots, rules)
             if not blocked:
                 waits[one.name] = _wait_in_line(one, ranked[:index])
         else:
             start.append(one.name)
         if one.name in chosen:
-            late = _late(blocked, slots, rules.max_runs, chosen)
+            late = _late(one, blocked, slots, rules, chosen)
             pause += late
             held = [*(each for each in held if each.name not in late), one]
     return Plan(start=start, pause=pause, waits=waits)
@@ -244,50 +250,80 @@ def _ranked(
     return sorted(found, key=rank)
 
 
+_MEMORY = ("memory", "GPU memory")
+
+
+def _lack(
+    site: str,
+    here: Sequence[Candidate],
+    one: Candidate,
+    slots: Mapping[str, int],
+    rules: Rules,
+) -> str:
+    """What there is too little of for one more run at a site; empty if nothing.
+
+    Args:
+        site: The site; empty for the aggregator.
+        here: The runs that have a slot there.
+        one: The run.
+        slots: How many runs each site takes at once.
+        rules: The operator's.
+    """
+    if len(here) >= (slots.get(site, 1) if site else rules.max_runs):
+        return "a slot"
+    limits = rules.memory.get(site, ())
+    for at, (what, limit) in enumerate(zip(_MEMORY, limits, strict=False)):
+        needs = [each.needs.get(site, (0.0, 0.0))[at] for each in (*here, one)]
+        if here and sum(needs) > limit:
+            return f"{needs[-1]:g} MiB of {what}"
+    return ""
+
+
 def _chosen(
-    ranked: Sequence[Candidate], slots: Mapping[str, int], max_runs: int
+    ranked: Sequence[Candidate], slots: Mapping[str, int], rules: Rules
 ) -> set[str]:
     """Give slots in order; one that does not get all of its own keeps the others."""
-    taken, found = Counter[str](), set[str]()
+    taken, found = defaultdict[str, list[Candidate]](list), set[str]()
     for one in ranked:
         if one.refused:
             continue
-        fits = all(taken[site] < slots.get(site, 1) for site in one.sites)
-        if fits and len(found) < max_runs:
+        lacks = any(_lack(site, taken[site], one, slots, rules) for site in one.sites)
+        if not lacks and len(found) < rules.max_runs:
             found.add(one.name)
-        taken.update(one.sites)
+        for site in one.sites:
+            taken[site].append(one)
     return found
 
 
 def _blocking(
-    one: Candidate,
-    held: Sequence[Candidate],
-    slots: Mapping[str, int],
-    max_runs: int,
+    one: Candidate, held: Sequence[Candidate], slots: Mapping[str, int], rules: Rules
 ) -> dict[str, list[Candidate]]:
     """Runs at work in each slot that a candidate lacks; under "" the aggregator's."""
-    found = {"": list(held)} if len(held) >= max_runs else {}
+    found = {"": list(held)} if _lack("", held, one, slots, rules) else {}
     for site in sorted(one.sites):
         here = [each for each in held if site in each.sites]
-        if len(here) >= slots.get(site, 1):
+        if _lack(site, here, one, slots, rules):
             found[site] = here
     return found
 
 
 def _late(
+    one: Candidate,
     blocked: Mapping[str, Sequence[Candidate]],
     slots: Mapping[str, int],
-    max_runs: int,
+    rules: Rules,
     chosen: Collection[str],
 ) -> list[str]:
     """Runs at work that have to make way: of each kind of slot, the last in order."""
     found: list[str] = []
     for site, here in blocked.items():
-        others = [each.name for each in here if each.name not in chosen]
-        gone = sum(name in found for name in others)
-        limit = slots.get(site, 1) if site else max_runs
-        excess = max(0, len(here) - gone - limit + 1)
-        found += [name for name in reversed(others) if name not in found][:excess]
+        left = [each for each in here if each.name not in found]
+        for each in reversed(left[:]):
+            if not _lack(site, left, one, slots, rules):
+                break
+            if each.name not in chosen:
+                left.remove(each)
+                found.append(each.name)
     return found
 
 
@@ -299,8 +335,17 @@ def _wait_in_line(one: Candidate, before: Sequence[Candidate]) -> Wait:
     return Wait(what="runs whose turn comes first", runs=names)
 
 
-def _wait(blocked: Mapping[str, Sequence[Candidate]], max_runs: int) -> Wait:
-    sites = ", ".join(site for site in blocked if site)
+def _wait(
+    one: Candidate,
+    blocked: Mapping[str, Sequence[Candidate]],
+    slots: Mapping[str, int],
+    rules: Rules,
+) -> Wait:
+    lacks = defaultdict[str, list[str]](list)
+    for site, here in blocked.items():
+        if site:
+            lacks[_lack(site, here, one, slots, rules)].append(site)
     names = dict.fromkeys(each.name for found in blocked.values() for each in found)
-    what = f"a slot at {sites}" if sites else f"one of {max_runs} runs at once"
+    texts = [f"{what} at {', '.join(sites)}" for what, sites in lacks.items()]
+    what = "; ".join(texts) or f"one of {rules.max_runs} runs at once"
     return Wait(what=what, runs=[*names])

@@ -548,6 +548,8 @@ class SiteAgent:
         with faults.noted():
             self._check_total(job, file)
         with faults.noted():
+            self._check_memory(job, file)
+        with faults.noted():
             if is_new and job.privacy.secure_aggregation.enabled:
                 enrolment_roster.check_same(config, roster, proposal)
         public = PolicySpec().functions  # Datasets of crossfed are for rehearsals.
@@ -653,6 +655,17 @@ class SiteAgent:
                 outside="the site holds as many runs as it may",
             )
 
+    def _check_memory(self, job: JobSpec, file: SiteFile) -> None:
+        """Refuse a run that needs more than all runs together may take."""
+        for name in ("memory_mib", "gpu_memory_mib"):
+            needed, limit = getattr(job.schedule, name), getattr(file, name)
+            if limit and (needed or 0) > limit:
+                raise JobError(
+                    f"site {self.name!r} lets all runs together take {limit} MiB "
+                    f"({name} in site.toml), and this one needs {needed}",
+                    key=f"schedule.{name}",
+                )
+
     def _check_total(self, job: JobSpec, file: SiteFile) -> None:
         """Require a limit for all runs together.
 
@@ -689,6 +702,8 @@ class SiteAgent:
             num_held_out=counts[1],
             needs=needs,
             max_runs=self.config.file.max_runs,
+            memory_mib=self.config.file.memory_mib,
+            gpu_memory_mib=self.config.file.gpu_memory_mib,
         )
 
     def _check_code(self, proposal: Proposal) -> None:

@@ -179,6 +179,10 @@ class SiteFile:
         max_runs: How many runs the site keeps at work at once, each with its model and
             data in memory. It works on their tasks one after another, so a job's
             `schedule.round_deadline_seconds` must have room for those of the others.
+        memory_mib: Memory in MiB that all runs at work may take together, by what their
+            jobs state (`schedule.memory_mib`) or this site reported of an earlier run;
+            a run whose need is unknown counts as nothing. 0 for no limit.
+        gpu_memory_mib: The same of the GPUs' memory, by what jobs state alone.
     """
 
     name: str
@@ -198,6 +202,8 @@ class SiteFile:
     serve: ServeSpec | None = None
     disk_mib: int = key(default=0, low=0)
     max_runs: int = key(default=1, low=1, high=64)
+    memory_mib: int = key(default=0, low=0)
+    gpu_memory_mib: int = key(default=0, low=0)
 
 
 def _no_home() -> None:

@@ -27,7 +27,10 @@ def _plain_default(key: str) -> object:
 # site computes anything else because of these, and an operator may change them
 # when a run is resumed.
 EXCLUDED_TABLES = ("storage", "simulation")
-EXCLUDED_KEYS = (("schedule", "round_deadline_seconds"), ("schedule", "grace"))
+EXCLUDED_KEYS = (
+    *(("schedule", "round_deadline_seconds"), ("schedule", "grace")),
+    *(("schedule", "memory_mib"), ("schedule", "gpu_memory_mib")),
+)
 # Keys that came after runs of earlier releases, with the value that does what those
 # did. With it they are left out, so that such a run continues and its digest stays.
 ADDED: tuple[tuple[tuple[str, ...], object], ...] = (

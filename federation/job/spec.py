@@ -515,6 +515,10 @@ class ScheduleSpec:
             `training.local_steps`.
         training_share: Share of a round that `auto` aims at, for the site that the
             round waits for.
+        memory_mib: Memory in MiB that the run takes at each site. A site that limits it
+            (`memory_mib` in `site.toml`) has no more runs at once than fit. Default:
+            what the site has reported in an earlier run of the job, if it has.
+        gpu_memory_mib: The same of its GPUs' memory, which no site reports.
         open_to: Names of sites, with `*` and `?`, that join a deployed run between two
             rounds if they enrol while it trains. The others need no word from their
             operators: with the job they accept this.
@@ -537,6 +541,8 @@ class ScheduleSpec:
     max_local_steps: int | None = key(default=None, low=2)
     training_share: float = key(default=GOOD_SHARE, above=0.0, below=1.0)
     open_to: tuple[str, ...] = ()
+    memory_mib: int | None = key(default=None, low=1)
+    gpu_memory_mib: int | None = key(default=None, low=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

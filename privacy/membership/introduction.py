@@ -139,6 +139,8 @@ class Introduction:
         temporary: Whether the reason of a refusal may pass, so that the aggregator
             asks again while it waits for sites.
         max_runs: How many runs the site keeps at work at once.
+        memory_mib: Memory that they may take together; 0 for no limit.
+        gpu_memory_mib: The same of its GPUs' memory.
     """
 
     version: int
@@ -152,6 +154,8 @@ class Introduction:
     needs: float | None = None
     temporary: bool = False
     max_runs: int = 1
+    memory_mib: int = 0
+    gpu_memory_mib: int = 0
 
 
 @functools.cache
@@ -358,6 +362,11 @@ def _check_numbers(claimed: Introduction) -> None:
             f"site {claimed.site!r} states an impossible number of runs at once, "
             f"beyond 1 to {wire.MAX_COUNT}"
         )
+    if not all(
+        0 <= mib <= wire.MAX_COUNT
+        for mib in (claimed.memory_mib, claimed.gpu_memory_mib)
+    ):
+        raise ProtocolError(f"site {claimed.site!r} states an impossible memory")
     numbers: list[float] = []
     if claimed.needs is not None:
         numbers.append(claimed.needs)

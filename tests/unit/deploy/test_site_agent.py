@@ -195,6 +195,22 @@ def test_operator_reads_that_a_run_ended_early(
     agent.close()
 
 
+def test_run_that_needs_more_memory_than_a_site_gives_all_is_refused(
+    agent: SiteAgent, members: Consortium
+):
+    file = replace(agent.config.file, memory_mib=500, gpu_memory_mib=0)
+    agent.config = replace(agent.config, file=file)
+    for needs, refused in ((501, True), (500, False)):
+        job = small_job(
+            num_sites=2, schedule={"memory_mib": needs, "gpu_memory_mib": 9000}
+        )
+        made = agents.proposal(job, run_id=f"20260102-030405-00000{refused:d}")
+        found = agents.propose(agent, members, made)
+        assert ("schedule.memory_mib" in found.refused) is refused
+        assert (found.memory_mib, found.gpu_memory_mib) == (500, 0)
+    agent.close()
+
+
 def test_site_hears_why_it_cannot_join_a_run_and_its_own_runs_go_on(
     agent: SiteAgent, members: Consortium
 ):

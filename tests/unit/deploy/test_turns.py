@@ -28,8 +28,9 @@ from deploy.aggregator_host.run_queue import (
 from deploy.aggregator_host.scheduler import Plan
 from federation.errors import CorruptObject, JobError
 from federation.event_log import to_line
-from federation.events import RoundFinished, RunFinished, RunStarted
+from federation.events import RoundFinished, RunFinished, RunStarted, SiteAnswered
 from federation.ids import SiteId
+from federation.messages import Resources
 from federation.platform_identity import PlatformIdentity
 from monitoring.runs.run_folder import REQUEST, RunFolder
 from privacy.secagg.agreement import roster
@@ -312,6 +313,52 @@ def test_dollars_are_time_and_bytes_at_the_prices_that_are_stated(tmp_path: Path
     assert admission.check_submission(priced, JOB, "ann", 0, now=9.0) == "ann"
     owners.change(tmp_path, "ann", lambda _: replace(made, quota=Usage(dollars=3.0)))
     assert plan().pause == ["a"]
+
+
+def test_run_waits_for_memory_that_its_job_states_or_sites_have_reported(
+    tmp_path: Path,
+):
+    """What is not known takes none, and a run has a site for itself in any case."""
+    first, second = sorted(SITES)
+    limits = {SiteId(first): (4, 1000, 0), SiteId(second): (4, 0, 500)}
+
+    def run_of(name: str, job: str, at: float, **needs: int) -> RunFolder:
+        run = RunFolder(tmp_path / "runs" / job / name)
+        run_queue.submit(small_job(num_sites=2, schedule=needs), run, at=at)
+        return run
+
+    def waits() -> dict[str, str]:
+        queue = run_queue.handed_over(tmp_path / "runs").runs
+        about = config(tmp_path, max_runs=9)
+        found = admission.admission(about, queue, {7: RUNNING}, now=9.0).plan()
+        return {name: wait.text() for name, wait in found.waits.items()}
+
+    works = run_of("a", "stated", 1.0, memory_mib=700, gpu_memory_mib=300)
+    started(works, 1.0)
+    run_queue.note_slots(works, limits)
+    run_of("b", "more", 2.0, memory_mib=400)
+    assert waits() == {"b": f"400 MiB of memory at {first} (run a)"}
+    (tmp_path / "runs" / "more" / "b" / REQUEST).unlink()
+    run_of("c", "gpus", 3.0, gpu_memory_mib=201)
+    assert waits() == {"c": f"201 MiB of GPU memory at {second} (run a)"}
+    (tmp_path / "runs" / "gpus" / "c" / REQUEST).unlink()
+    run_of("d", "fits", 4.0, memory_mib=300, gpu_memory_mib=200)
+    run_of("e", "unknown", 5.0)
+    assert waits() == {}
+    before = run_of("f", "unknown", 0.5)
+    answer = next(
+        event for event in event_samples.two_sites(2) if isinstance(event, SiteAnswered)
+    )
+    used = Resources(
+        busy_seconds=1.0, cpu_seconds=1.0, peak_memory_bytes=301 << 20, method="process"
+    )
+    answer = replace(answer, site=first, resources=used)
+    before.events.write_text(f"{to_line(answer)}\n")
+    run_queue.leave_outcome(before, Outcome(code=0, message=""))
+    (tmp_path / "runs" / "fits" / "d" / REQUEST).unlink()
+    assert waits() == {"e": f"301 MiB of memory at {first} (run a)"}
+    (works.path / REQUEST).unlink()
+    assert waits() == {}
 
 
 def test_what_a_run_still_takes_follows_its_rounds_and_not_its_start(tmp_path: Path):
