@@ -3,14 +3,14 @@
     python benchmarks/virtual_accuracy.py [--only static capacity ...] [--rounds 6]
         [--step-seconds 0.8] [--smoke]
 
-Four sites on this machine, each a process in a network of its own, behind a line of a
-stated width and delay. Sites share its cores, so their speed is not that of a
-processor: each step lasts as long as stated, by waiting, unless its work alone takes
-longer. The same job runs in virtual time with these speeds and lines, and with nothing
-measured (`stated`). Since looking for messages and handling them take time as well,
-`beside` adds the seconds that a short run of rounds of four steps took longer than its
-own virtual ones. Compared are the seconds of all rounds after the first, in which
-programs begin.
+Four sites on this machine, six for `groups`, each a process in a network of its own,
+behind a line of a stated width and delay. Sites share its cores, so their speed is not
+that of a processor: each step lasts as long as stated, by waiting, unless its work
+alone takes longer. The same job runs in virtual time with these speeds and lines, and
+with nothing measured (`stated`). Since looking for messages and handling them take time
+as well, `beside` states the seconds that a short run of rounds of four steps took
+longer than its own virtual ones (`simulation.combine_seconds`). Compared are the
+seconds of all rounds after the first, in which programs begin.
 
 With --smoke nothing is brought up: the jobs run in virtual time alone.
 
@@ -48,10 +48,12 @@ from monitoring.runs.run_folder import RunFolder
 Row = dict[str, Any]
 
 CROSSFED = (sys.executable, "-m", "crossfed")
-SITES = ("a", "b", "c", "d")
-SPEEDS = (1, 1, 2, 4)
-MBITS = (20.0, 50.0, 50.0, 100.0)
-DELAYS = (0.04, 0.02, 0.01, 0.005)
+SITES = ("a", "b", "c", "d", "e", "f")
+SPEEDS = (1, 1, 2, 4, 1, 4)
+MBITS = (20.0, 50.0, 50.0, 100.0, 20.0, 100.0)
+DELAYS = (0.04, 0.02, 0.01, 0.005, 0.04, 0.005)
+_FEW = 4  # Of them in all ways but one.
+GROUPS = "groups"
 STEPS, BATCH, HIDDEN = 24, 8, 3_000
 # Its step ends when its time is over, also if work took part of it.
 MODEL = """
@@ -104,11 +106,16 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
         }
     },
     "secure": _SECURE,
+    GROUPS: {
+        "privacy": {"secure_aggregation": {"enabled": True}},
+        "schedule": {"mode": "buffered", "groups": [["a", "b", "e"], ["c", "d", "f"]]},
+    },
 }
 
 
 def job_of(way: str, rounds: int, step_seconds: float) -> JobSpec:
     """The job of a way, with the speeds and lines that the sites will have."""
+    names = SITES if way == GROUPS else SITES[:_FEW]
     machines = [
         {
             "site": site,
@@ -117,13 +124,13 @@ def job_of(way: str, rounds: int, step_seconds: float) -> JobSpec:
             "up_mbit": mbit,
             "latency_seconds": delay,
         }
-        for site, speed, mbit, delay in zip(SITES, SPEEDS, MBITS, DELAYS, strict=True)
+        for site, speed, mbit, delay in zip(names, SPEEDS, MBITS, DELAYS, strict=False)
     ]
     return job_file.parse(
         {
             "name": way.replace(" ", "-"),
             "seed": 7,
-            "rounds": rounds * 2 if way == "buffered" else rounds,
+            "rounds": rounds * 2 if way in {"buffered", GROUPS} else rounds,
             "model": {"factory": "./model.py:paced", "options": {"hidden": HIDDEN}},
             "data": {"source": "clients.data:digits"},
             "training": {
@@ -133,7 +140,7 @@ def job_of(way: str, rounds: int, step_seconds: float) -> JobSpec:
             },
             "evaluation": {"every": 0},
             "aggregation": {"weights": "uniform"},
-            "sites": [{"name": site} for site in SITES],
+            "sites": [{"name": site} for site in names],
             "simulation": {"machines": machines},
             **WAYS[way],
         }
@@ -174,18 +181,18 @@ def real(folder: Path, job: JobSpec) -> list[float]:
     return lengths(ends_of(run.read_events()))
 
 
-def compared(
-    way: str, stated: Sequence[float], took: Sequence[float], beside: float
-) -> Row:
+def compared(way: str, job: JobSpec, took: Sequence[float], beside: float) -> Row:
     """A row: rounds after the first."""
-    later = [sum(each[1:]) for each in (stated, took)]
-    fitted = later[0] + beside * len(stated[1:])
+    stated = virtual(job)
+    simulation = replace(job.simulation, combine_seconds=beside)
+    with_beside = virtual(replace(job, simulation=simulation))
+    later = [sum(each[1:]) for each in (stated, took, with_beside)]
     return {
         "way": way,
         "load": round(os.getloadavg()[0], 1),
         "round": round(statistics.mean(took[1:]), 2),
         "stated": round(later[0] / later[1] - 1, 3),
-        "with_beside": round(fitted / later[1] - 1, 3),
+        "with_beside": round(later[2] / later[1] - 1, 3),
         "rounds": [[round(each, 3) for each in both] for both in (stated, took)],
     }
 
@@ -235,7 +242,7 @@ def measures(args: argparse.Namespace) -> Iterator[Row]:
                 beside = beside_of(folder, args.step_seconds)
                 yield {"beside_seconds": round(beside, 3)}
                 for way, job in jobs.items():
-                    yield compared(way, virtual(job), real(folder, job), beside)
+                    yield compared(way, job, real(folder, job), beside)
         os.chdir("/")
 
 

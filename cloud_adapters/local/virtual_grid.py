@@ -27,7 +27,7 @@ from cloud_adapters.local.inproc_grid import (
 )
 from federation.clock import VirtualClock
 from federation.ids import SiteId, TaskId
-from federation.messages import FailureKind, Reply, Task
+from federation.messages import FailureKind, Reply, RoundTask, Task
 from federation.protocols import SiteHandler
 from federation.rounds.cost import message_seconds
 from federation.rounds.failures import failure, no_answer
@@ -128,6 +128,7 @@ class VirtualGrid:
         clock: VirtualClock,
         fault: Fault = no_fault,
         returned: Returned = all_returned,
+        combine_seconds: float = 0.0,
     ) -> None:
         """Make a grid of machines, in the order of the job.
 
@@ -136,6 +137,7 @@ class VirtualGrid:
             clock: The aggregator's; ``receive`` moves it on.
             fault: May spoil answers, to rehearse misfortune.
             returned: See ``Grid``.
+            combine_seconds: What the aggregator takes before the first task of a round.
         """
         self._machines = dict(machines)
         self._clock = clock
@@ -147,6 +149,7 @@ class VirtualGrid:
         self._ends: list[tuple[float, int, TaskId]] = []
         self._order = count()  # Of events at the same time: that of their making.
         self._num_sent = 0
+        self._combine_seconds, self._newest = combine_seconds, 0
 
     def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
@@ -159,6 +162,10 @@ class VirtualGrid:
         unknown = [task.site for task in tasks if task.site not in self._machines]
         if unknown:
             raise ValueError(f"the grid has no sites {unknown}")
+        rounds = [task.round_index for task in tasks if isinstance(task, RoundTask)]
+        if max(rounds, default=0) > self._newest:
+            self._newest = max(rounds)
+            self._clock.sleep(self._combine_seconds)
         sizes = wire.encoded_sizes(tasks)
         return [
             self._post(task, deadline_seconds, num_bytes)

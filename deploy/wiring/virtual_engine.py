@@ -99,6 +99,7 @@ class VirtualMachines:
                     clock=self.clock,
                     fault=lambda task, answer: faults[task.site](task, answer),
                     returned=faults[next(iter(sites))].returned,
+                    combine_seconds=self.job.simulation.combine_seconds,
                 )
             )
 

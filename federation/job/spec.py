@@ -737,6 +737,8 @@ class SimulationSpec:
             cores allow. Results do not depend on it.
         faults: Misfortunes to rehearse.
         machines: Speed of each site, for `simulate --engine virtual`.
+        combine_seconds: What the aggregator takes in each round of `--engine virtual`
+            beside work and messages: looking for answers, combining, saving.
         fleet: Many sites with machines of random speed, in place of `[[sites]]`.
         training: `real`, or `surrogate` for `simulate --engine virtual` if you only
             study scheduling: sites take no steps, and losses follow those of a noisy
@@ -755,6 +757,7 @@ class SimulationSpec:
     workers: int = key(default=0, low=0)
     faults: tuple[FaultSpec, ...] = ()
     machines: tuple[MachineSpec, ...] = ()
+    combine_seconds: float = key(default=0.0, low=0.0)
     fleet: FleetSpec | None = None
     training: str = key(default="real", choices=("real", SURROGATE))
     relays: tuple[RelayLineSpec, ...] = ()

@@ -180,7 +180,8 @@ def virtual_speeds(job: JobSpec) -> Speeds:
     """The speeds that virtual time has: of machines, and of relays."""
     simulation = job.simulation
     relays = [relay_speed(simulation.relays, relay.name) for relay in job.relays]
-    return machine_speeds(simulation.machines, relays)
+    speeds = machine_speeds(simulation.machines, relays)
+    return replace(speeds, combine_seconds=simulation.combine_seconds)
 
 
 def relay_speed(lines: Sequence[RelayLineSpec], relay: str) -> RelaySpeed:

@@ -111,6 +111,14 @@ def test_groups_go_at_their_own_pace():
     assert not of(Warned, events)
     (predicted,) = of(CostPredicted, events)
     assert end.seconds == pytest.approx(predicted.seconds, rel=0.05)
+    mixed = [[*FAST[:2], SLOW[0]], [FAST[2], *SLOW[1:]]]
+    for changes in (
+        {"simulation": {"combine_seconds": 0.1}},
+        {"schedule": {"groups": mixed}},
+    ):
+        other = told(BUFFERED, changes)
+        (predicted,), (end,) = of(CostPredicted, other), of(RunFinished, other)
+        assert end.seconds == pytest.approx(predicted.seconds, rel=0.05)
 
 
 def test_sums_of_all_groups_are_a_round():
