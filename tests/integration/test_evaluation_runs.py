@@ -151,6 +151,26 @@ def test_a_run_that_is_killed_repeats_its_evaluation_and_charges_it(
     assert [e.spent[0].anchor.evaluate for e in found] == [1, 2]
 
 
+def test_with_masks_a_resumed_evaluation_is_another_round(model: Path, tmp_path: Path):
+    """A site answers each number once, and its sum may be what was lost."""
+    job, folder = evaluation_job(model, privacy={"secure_aggregation": SECURE}), "run"
+    asked: list[int] = []
+
+    def die(event: object) -> None:
+        if isinstance(event, ModelEvaluated):
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            simulate(job, folder=tmp_path / folder, listeners=[die], resume=bool(asked))
+        asked.append(1)
+    done = simulate(job, folder=tmp_path / folder, resume=True)
+    assert done.status == "completed"
+    results = [e for e in RunFolder(tmp_path / folder).read_events() if is_result(e)]
+    assert len(results) == 3
+    assert results[0].pooled == results[2].pooled
+
+
 def test_too_few_sites_are_no_result(model: Path, tmp_path: Path):
     """The run fails, and says whose answer is missing and why."""
     sites: list[dict[str, Any]] = [{"name": f"site-{i}"} for i in range(3)]

@@ -24,6 +24,8 @@ from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.errors import RosterRefused
 from privacy.secagg.protocol.train import slots_of
 
+MOST_EVALUATIONS = 16  # Attempts of a run that only evaluates.
+
 _MECHANISMS = {
     "record": "dp-sgd",
     "person": "dp-sgd",
@@ -138,7 +140,8 @@ def terms_of_job(job: JobSpec, max_examples: int | None = None) -> dict[str, Any
         "clip_elements": secure.clip_elements,
         "weight_rule": job.aggregation.weights,
         "max_examples": max_examples_of(job, max_examples),
-        "max_rounds": job.rounds + 1,  # The last is only for evaluation.
+        # The last is only for evaluation; a run without others may be resumed.
+        "max_rounds": job.rounds + 1 if job.rounds else MOST_EVALUATIONS,
         "hybrid": secure.hybrid,
         "two_site_waiver": secure.two_sites_waiver,
     }
