@@ -118,7 +118,7 @@ def by_capacity(num_sites: int = 3, **schedule: Any) -> JobSpec:
         num_sites,
         threshold=num_sites,
         rounds=2,
-        training={"local_steps": 4},
+        training={"local_steps": 8},  # Of which the first round takes half.
         evaluation={"every": 0},
         schedule={"allocation": "capacity", **schedule},
     )

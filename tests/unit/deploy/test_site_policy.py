@@ -593,14 +593,19 @@ def test_no_option_of_our_functions_names_what_the_policy_does_not_list():
         lambda text: [{"options": {"deep": [[text]]}}],
         lambda text: {text: 1},
     )
+    job, seen = small_job(), set()
     for (name, arguments), shape in zip(functions, cycle(shapes), strict=False):
-        for argument in arguments:
-            model = {"factory": name, "options": {argument: shape("os:system")}}
-            key, said = refused(
-                small_job(model=model), **OPEN, functions=(*MODELS, name)
-            )
+        policy = PolicySpec(**OPEN, functions=(*MODELS, name))
+        for index, argument in enumerate(arguments):
+            if index and (argument, shape) in seen:
+                continue
+            seen.add((argument, shape))
+            options = {argument: shape("os:system")}
+            model = replace(job.model, factory=name, options=options)
+            with pytest.raises(JobError, match="'os:system'") as caught:
+                site_policy.check_job(replace(job, model=model), policy, SITE)
+            key = str(caught.value.key)
             assert key.startswith(f"model.options.{argument}"), (name, key)
-            assert "'os:system'" in said
 
 
 def test_each_table_of_options_is_searched():
