@@ -162,6 +162,30 @@ def test_a_lost_round_is_asked_again(folder: Path):
     assert (few.sites, few.records) == (2, 2 * ROWS)
 
 
+def test_sums_through_a_relay_and_without_a_dropped_site_are_exact():
+    """Each with masks: the mean is taken times the sites that are in it."""
+    names = [f"site-{at}" for at in range(5)]
+    column = {"names": ["0"], "low": -5.0, "high": 5.0, "bins": 4}
+    document = {
+        "name": "s",
+        "data": {"source": "clients.data:breast_cancer"},
+        "statistics": {"columns": [column]},
+        "sites": [{"name": name} for name in names],
+    }
+    whole = simulate(job_file.parse(document)).statistics
+    few = {"secure_aggregation": {"enabled": True, "threshold": 4}}
+    relays = [{"name": "relay", "sites": names[:1]}]
+    relayed = job_file.parse({**document, "privacy": few, "relays": relays})
+    assert simulate(relayed).statistics == whole
+    faults = {"faults": [{"site": names[4], "kind": "crash"}]}
+    dropped = {**document, "simulation": faults}
+    clear = simulate(job_file.parse({**dropped, "schedule": {"minimum_sites": 4}}))
+    masked = simulate(job_file.parse({**dropped, "privacy": few}))
+    assert masked.statistics is not None
+    assert masked.statistics.sites == 4
+    assert masked.statistics == clear.statistics
+
+
 def test_the_verb_prints_and_keeps_what_a_run_found(
     folder: Path,
     tmp_path: Path,
