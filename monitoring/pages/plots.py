@@ -111,7 +111,7 @@ def shown_sites(view: RunView) -> tuple[SiteView, ...]:
 
     def interest(site: SiteView) -> tuple[int, float]:
         distance = abs(site.loss[-1][1] - middle) if site.loss else 0.0
-        return len(site.failures), distance if math.isfinite(distance) else math.inf
+        return site.num_failures, distance if math.isfinite(distance) else math.inf
 
     chosen = {s.site for s in sorted(sites, key=interest)[-MAX_SITES_SHOWN:]}
     return tuple(site for site in sites if site.site in chosen)

@@ -8,7 +8,6 @@ escaped by the template. Nothing here reads a log or decides what a number means
 import contextlib
 import functools
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,12 +32,11 @@ from monitoring.views.round_view import (
     perplexity,
 )
 from monitoring.views.run_plan import PlanRow, RunPlan
-from monitoring.views.run_view import COMPLETED, VIRTUAL, RunView
-from monitoring.views.site_view import SiteView, total
+from monitoring.views.run_view import VIRTUAL, RunView
+from monitoring.views.site_view import SiteView
 from monitoring.views.statistics_view import RunStatistics
 
 MAX_SITE_ROWS = 100
-MAX_ROUND_ROWS = 200
 MAX_NOTICE_ROWS = 100
 
 FAILURE_MEANINGS: Mapping[str, str] = {
@@ -188,11 +186,11 @@ def context(
 ) -> Mapping[str, Any]:
     """What the page's tables and tiles say, by its name in the template."""
     unfinished = RUNNING if is_live else "not finished"
-    ended = [row.finished for row in view.rounds if row.finished]
-    last = view.last_evaluated
+    totals, last = view.totals, view.last_evaluated
     sums = None if last is None else last.pooled
     return {
         "view": view,
+        "totals": totals,
         "is_live": is_live,
         "status_word": unfinished if view.status == RUNNING else view.status,
         "statistics": statistics,
@@ -203,10 +201,10 @@ def context(
         "cell_noise": _cell_noise(view),
         "colours": plots.site_colours(view),
         "sites": _listed_sites(view),
-        "rounds": view.rounds[-MAX_ROUND_ROWS:],
-        "failures": view.failures[-MAX_NOTICE_ROWS:],
-        "num_failures": len(view.failures),
-        "kinds": Counter(failure.kind.value for failure in view.failures),
+        "rounds": totals.rows,
+        "failures": totals.failures,
+        "num_failures": totals.num_failures,
+        "kinds": dict(totals.kinds),
         "meanings": FAILURE_MEANINGS,
         "warnings": view.warnings[-MAX_NOTICE_ROWS:],
         "skipped": view.skipped[-MAX_NOTICE_ROWS:],
@@ -216,7 +214,7 @@ def context(
         "store_rows": storage_use.rows,
         "store_total": storage_use.total(view.storage),
         "methods": " or ".join(sorted({s.used.method for s in view.sites if s.used})),
-        "aggregator": total([f.resources for f in ended if f.resources]),
+        "aggregator": totals.aggregator,
         **report_privacy.context(view),
     }
 
@@ -320,7 +318,7 @@ def _tiles(view: RunView, found: RunStatistics | None) -> Sequence[Tile]:
         for name, mean in metrics_of(last.pooled if last else None).items()
     )
     up, down = units.format_bytes(view.bytes_up), units.format_bytes(view.bytes_down)
-    failures = units.format_count(len(view.failures), "failure")
+    failures = units.format_count(view.totals.num_failures, "failure")
     resumes = units.format_count(view.coordinators - 1, "resume")
     traffic = units.format_bytes(view.bytes_up + view.bytes_down)
     rounds = f"{view.rounds_completed} of {view.started.rounds}"
@@ -389,13 +387,7 @@ def _listed_sites(view: RunView) -> Sequence[SiteView]:
 def _best_round(view: RunView) -> int | None:
     if privacy_words.has_noise(view.privacy):
         return None  # The lowest of noisy losses is the luckiest one.
-    losses = [
-        (row.loss, row.index)
-        for row in view.rounds
-        # A loss that lacks a site's data cannot be compared with the others.
-        if row.loss is not None and row.status == COMPLETED and not row.num_unheard
-    ]
-    return min(losses)[1] if losses else None
+    return None if view.totals.best is None else view.totals.best[1]
 
 
 def _perplexity(loss: float | None) -> str:

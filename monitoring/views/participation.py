@@ -55,6 +55,22 @@ def waited(reports: Iterable[SiteAnswered | SiteFailed]) -> Mapping[str, float]:
     return found
 
 
+def surplus(reports: Iterable[SiteAnswered | SiteFailed]) -> tuple[int, int, float]:
+    """Count tasks that nobody needed: how many, their bytes, and their seconds."""
+    found = [
+        each
+        for each in reports
+        if isinstance(each, SiteFailed) and each.kind is FailureKind.SURPLUS
+    ]
+    # A late answer to a withdrawn task has an event of its own.
+    tasks = [each for each in found if each.bytes_down]
+    return (
+        len(tasks),
+        sum(each.bytes_down + each.bytes_up for each in found),
+        sum(each.answered_seconds - each.asked_seconds for each in tasks),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Participation:
     """Who took part in a run, and what waiting for others has cost.
@@ -64,14 +80,14 @@ class Participation:
         waited: For each site the site-seconds that others waited for it.
         share: Share of the sites' time in rounds that was waiting; None where it is not
             known: sites of one process wait for its cores.
-        surplus: Tasks that were withdrawn, or whose answers were not used, since others
-            had answered before.
+        surplus: Of tasks that were withdrawn, or whose answers were not used, since
+            others had answered before: how many, their bytes, and their seconds.
     """
 
     counts: Mapping[str, int]
     waited: Mapping[str, float]
     share: float | None
-    surplus: Sequence[SiteFailed] = ()
+    surplus: tuple[int, int, float] = (0, 0, 0.0)
 
     @property
     def fairness(self) -> float | None:
@@ -92,13 +108,10 @@ class Participation:
                 f"sites waited {format_fraction(self.share)} of their time in rounds, "
                 f"{format_duration(total)} of all sites together, for {for_whom}"
             )
-        # A late answer to a withdrawn task has an event of its own.
-        wasted = sum(report.bytes_down + report.bytes_up for report in self.surplus)
-        tasks = [report for report in self.surplus if report.bytes_down]
+        tasks, wasted, seconds = self.surplus
         if tasks:
-            seconds = sum(one.answered_seconds - one.asked_seconds for one in tasks)
             yield (
-                f"{len(tasks):,} tasks were not needed, since others had answered "
+                f"{tasks:,} tasks were not needed, since others had answered "
                 f"before: {format_bytes(wasted)}, {format_duration(seconds)} of sites"
             )
         if self.fairness is not None:

@@ -70,6 +70,11 @@ class RoundView:
         return accuracy_of(self.evaluated.pooled if self.evaluated else None)
 
     @property
+    def asked(self) -> int:
+        """Number of sites that were asked."""
+        return len(self.cohort)
+
+    @property
     def answered(self) -> int:
         """Number of sites whose update was folded in."""
         if self.finished is not None:
@@ -129,6 +134,11 @@ class RoundView:
     def update_clip(self) -> float | None:
         """The clip norm of updates, in weight units; None without clipping."""
         return None if self.finished is None else self.finished.update_clip
+
+    @property
+    def update_norm(self) -> float | None:
+        """Euclidean norm of the combined update; None if there is none."""
+        return None if self.finished is None else self.finished.update_norm
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -4,7 +4,7 @@
 what is known so far.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -36,8 +36,12 @@ from federation.events import (
 from federation.messages import PrivacySpent
 from monitoring.views.participation import waited
 from monitoring.views.round_view import RoundView
+from monitoring.views.run_totals import RunTotals
 from monitoring.views.run_view import RunView
 from monitoring.views.site_view import larger, spent_by_site
+
+MAX_REPORTS = 2_000  # Of rounds that are not settled.
+KEPT_ROUNDS = 6  # Of them at the least, unless each has many: a timeline shows them.
 
 _Event = TypeVar("_Event")
 
@@ -90,8 +94,25 @@ class _RoundNotes:
     waited: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldState:
+    """A fold, but for the events that it holds."""
+
+    past: RunTotals
+    settled: int
+    last_round: int
+    seconds_before: float
+    last_at: float
+    spent: tuple[tuple[str, PrivacySpent], ...]
+
+
 class RunFold:
-    """Takes the events of one run in their order."""
+    """Takes the events of one run in their order.
+
+    Attributes:
+        is_lost: Whether a coordinator repeats rounds that were settled: fold all events
+            once more, after ``expect``.
+    """
 
     def __init__(self) -> None:
         """Begin with nothing known."""
@@ -106,6 +127,10 @@ class RunFold:
         self._spent: dict[str, PrivacySpent] = {}
         self._extended: list[RunExtended] = []
         self._remarks: list[Warned | CheckpointSkipped] = []
+        self._past: RunTotals | None = None
+        self._settled = 0  # The newest round of them.
+        self._restarts: list[int] = []
+        self.is_lost = False
         # Of all coordinators: a round that runs again is paid for again.
         self._storage: dict[tuple[str, str, str], StoreUsed] = {}
 
@@ -113,6 +138,62 @@ class RunFold:
     def has_started(self) -> bool:
         """Whether a coordinator has started, so that there is something to view."""
         return bool(self._started)
+
+    def expect(self, restarts: Sequence[int]) -> None:
+        """Note with which rounds the coordinators begin whose events come.
+
+        So that no round is settled which one of them repeats.
+        """
+        self._restarts = [*restarts]
+
+    def kept(self) -> tuple[FoldState, Sequence[Event]]:
+        """Return what makes another fold like this one: see ``restore``."""
+        state = FoldState(
+            past=self._past or RunTotals(),
+            settled=self._settled,
+            last_round=self._last_round,
+            seconds_before=self._seconds_before,
+            last_at=self._last_at,
+            spent=tuple(self._spent.items()),
+        )
+        events: list[Event] = [*self._started, *self._extended, *self._remarks]
+        events += [*self._newest.values(), *self._storage.values()]
+        for _, row in sorted(self._rounds.items()):
+            begun, ended = (row.began, row.work), (row.ended, row.evaluated, row.saved)
+            found = (*begun, *row.reports, *row.steps, *ended)
+            events += [event for event in found if event is not None]
+        return state, events
+
+    def restore(self, state: FoldState) -> None:
+        """Go on where another fold was, whose events were added before."""
+        self._past, self._settled = state.past, state.settled
+        self._last_round = state.last_round
+        self._seconds_before, self._last_at = state.seconds_before, state.last_at
+        self._spent = dict(state.spent)
+
+    def settle(self) -> None:
+        """Replace rounds that are over by their totals, if there are many answers."""
+        if sum(len(row.reports) for row in self._rounds.values()) <= MAX_REPORTS:
+            return
+        limit = min(self._restarts, default=self._last_round + 1)
+        ended = [i for i in sorted(self._rounds) if self._rounds[i].ended and i < limit]
+        few = len(self._rounds[self._last_round].reports) <= MAX_REPORTS / KEPT_ROUNDS
+        gone = ended[: -KEPT_ROUNDS if few else -1]
+        if not gone:
+            return
+        rows = tuple(_view(index, self._rounds.pop(index)) for index in gone)
+        only = replace(
+            self.view(),
+            past=None,
+            initial=None,
+            rounds=rows,
+            current=None,
+            unevaluated=(),
+            evaluation_steps=(),
+        )
+        totals = RunTotals.of(only)
+        self._past = (self._past or RunTotals()).plus(totals).settled()
+        self._settled = gone[-1]
 
     @property
     def left_out(self) -> SitesLeftOut | None:
@@ -199,6 +280,7 @@ class RunFold:
             storage=tuple(self._storage.values()),
             selected=self._selected(),
             engines=tuple(self._engines),
+            past=self._past,
         )
 
     def _start(self, event: RunStarted) -> None:
@@ -213,12 +295,15 @@ class RunFold:
         self._newest.pop(ModelSelected, None)
         self._newest.pop(SitesLeftOut, None)  # It is sent again if it still holds.
         self._last_at = event.at
+        self._restarts = self._restarts[1:]
         self._forget_from(event.first_round)
 
     def _forget_from(self, first_round: int) -> None:
         """Drop what an earlier coordinator knew of rounds that now run again."""
         if first_round > self._last_round:
             return  # As at the start of almost every round.
+        if first_round <= self._settled:
+            self._past, self._settled, self.is_lost = None, 0, True
         for index in [index for index in self._rounds if index >= first_round]:
             del self._rounds[index]
         self._last_round = max(self._rounds, default=0)

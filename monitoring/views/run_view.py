@@ -31,9 +31,11 @@ from federation.events import (
     Warned,
 )
 from federation.job.metrics import CONFUSION, ENTROPIES, LANGUAGE
-from federation.messages import FailureKind, MetricSums, PrivacySpent
-from monitoring.views.participation import Participation
+from federation.messages import MetricSums, PrivacySpent
+from monitoring.views import run_totals
+from monitoring.views.participation import Participation, surplus
 from monitoring.views.round_view import RUNNING, RoundView
+from monitoring.views.run_totals import RunTotals, add_surplus, took_part
 from monitoring.views.site_view import (
     EvaluationView,
     Series,
@@ -45,7 +47,7 @@ from monitoring.views.site_view import (
     spent_by_site,
 )
 
-COMPLETED = "completed"
+COMPLETED = run_totals.COMPLETED
 EXHAUSTED = "exhausted"
 INTERRUPTED = "interrupted"
 DEPLOYED = "deployed"
@@ -84,6 +86,8 @@ class RunView:
             URL, user and way.
         selected: Which model the run has left, if its job selects one.
         engines: What brought tasks to the sites, each from a round on.
+        past: Totals of rounds that were settled, and are not in ``rounds``; see
+            ``monitoring.views.run_totals``.
     """
 
     started: RunStarted
@@ -109,6 +113,7 @@ class RunView:
     storage: tuple[StoreUsed, ...]
     selected: ModelSelected | None = None
     engines: tuple[tuple[int, str], ...] = ()
+    past: RunTotals | None = None
 
     @property
     def engine(self) -> str:
@@ -157,10 +162,32 @@ class RunView:
         return found
 
     @cached_property
+    def totals(self) -> RunTotals:
+        """What all rounds add up to."""
+        if self.past is None:
+            return RunTotals.of(self)
+        return self.past.plus(RunTotals.of(replace(self, past=None)))
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that ended."""
+        return len(self.rounds) + (self.past.num_rounds if self.past else 0)
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints that were saved."""
+        return len(self.checkpoints) + (self.past.num_saved if self.past else 0)
+
+    @property
+    def last_checkpoint(self) -> CheckpointSaved | None:
+        """The newest of them."""
+        past = self.past.saved if self.past else None
+        return self.checkpoints[-1] if self.checkpoints else past
+
+    @property
     def clip_adapts(self) -> bool:
         """Whether the clip norm differs between rounds."""
-        clips = {row.update_clip for row in self.rounds} - {None}
-        return len(clips) > 1
+        return len(self.totals.clips) > 1
 
     @property
     def is_language(self) -> bool:
@@ -177,7 +204,7 @@ class RunView:
         """Rounds after which the weights changed."""
         if self.finished is not None:
             return self.finished.rounds_completed
-        return sum(row.status == COMPLETED for row in self.rounds)
+        return self.totals.completed
 
     def seconds_left(self, now: float) -> float | None:
         """Guess how long the run goes on, from its last rounds; None before the first.
@@ -206,7 +233,9 @@ class RunView:
     @property
     def evaluation_bytes(self) -> tuple[int, int]:
         """Bytes up and down to evaluate outside rounds: those of the final model."""
-        return self._evaluating("bytes_up"), self._evaluating("bytes_down")
+        found = self._evaluating("bytes_up"), self._evaluating("bytes_down")
+        past = self.past.evaluation_bytes if self.past else (0, 0)
+        return found[0] + past[0], found[1] + past[1]
 
     def _evaluating(self, way: str) -> int:
         by_site = (*self.evaluations(), *self.evaluation_steps)
@@ -215,18 +244,22 @@ class RunView:
 
     def _traffic(self, way: str) -> int:
         rounds = sum(int(getattr(row, way)) for row in self._all_rounds())
-        return self._evaluating(way) + rounds
+        past = 0 if self.past is None else int(getattr(self.past, way))
+        return self._evaluating(way) + rounds + past
 
     @property
     def last_evaluated(self) -> ModelEvaluated | None:
         """The newest evaluation of the global model; of the one that is left."""
         if self.selected is not None and self.selected.model != "last":
             chosen = self.selected.round_index
-            found = (e for e in self.evaluations() if e.round_index == chosen)
+            past = self.past.evaluations if self.past else ()
+            known = (*past, *self.evaluations())
+            found = (e for e in known if e.round_index == chosen)
             # After a power cut, a checkpoint may know more than the events.
             return next(found, None)
         evaluated = (row.evaluated for row in reversed(self.rounds) if row.evaluated)
-        return next(evaluated, self.initial)
+        past = self.past.evaluations[-1:] if self.past else ()
+        return next(evaluated, past[0] if past else self.initial)
 
     @property
     def confusion(self) -> Sequence[Sequence[int]]:
@@ -240,34 +273,42 @@ class RunView:
 
     @cached_property
     def failures(self) -> tuple[SiteFailed, ...]:
-        """Refused and missing answers, by round, but for those that nobody needed."""
+        """Refused and missing answers, by round, but for those that nobody needed.
+
+        Those of settled rounds are only counted: see ``totals``.
+        """
         return tuple(r for r in self._reports() if is_failure(r))
 
     @cached_property
     def participation(self) -> Participation:
         """Who took part, and who made others wait."""
-        counts = Counter(dict.fromkeys(self.started.sites, 0))
-        waited = Counter[str]()
-        whole = 0.0
-        for row in self.rounds:
-            counts.update(row.finished.answered if row.finished else ())
-            waited.update(row.waited)
-            whole += (row.seconds or 0.0) * len(row.cohort)
+        counts, waited, whole = took_part(self.rounds)
+        wasted = surplus(self._reports())
+        if self.past is not None:
+            counts.update(dict(self.past.counts))
+            waited.update(dict(self.past.waited))
+            whole += self.past.site_seconds
+            wasted = add_surplus(self.past.surplus, wasted)
+        counts.update(dict.fromkeys(self.started.sites, 0))
         knows = self.started.engine in {VIRTUAL, DEPLOYED} and whole > 0
         return Participation(
             counts=counts,
             waited=+waited if knows else {},
             share=waited.total() / whole if knows else None,
-            surplus=[
-                report
-                for report in self._reports()
-                if isinstance(report, SiteFailed) and report.kind is FailureKind.SURPLUS
-            ],
+            surplus=wasted,
         )
 
     @cached_property
     def sites(self) -> tuple[SiteView, ...]:
         """Every site, in the order of the job; unknown ones that answered come last."""
+        if self.past is not None:
+            waits = self.participation.waited
+            return tuple(
+                s
+                if s.waited == waits.get(s.site)
+                else replace(s, waited=waits.get(s.site))
+                for s in self.totals.sites
+            )
         shares = {share.site: share for share in self.data.shares} if self.data else {}
         reports: dict[str, list[SiteAnswered | SiteFailed]] = {
             site: [] for site in self.started.sites

@@ -35,7 +35,8 @@ class SiteView:
         training_loss: Loss while it trained, by round.
         loss: Loss of the global model after a round on this site's held-out data.
         accuracy: Accuracy of the same.
-        failures: Everything of it that did not count.
+        failures: Everything of it that did not count; not of rounds that are settled.
+        num_failures: How many these are, in all rounds.
         waited: Site-seconds that others waited for it; None if that is not known.
         promise: What it promises of its records; None without privacy.
         spent: The most that it has reported to have spent; None if it has not.
@@ -55,6 +56,7 @@ class SiteView:
     loss: Series
     accuracy: Series
     failures: tuple[SiteFailed, ...]
+    num_failures: int
     waited: float | None = None
     promise: SitePrivacy | None = None
     spent: PrivacySpent | None = None
@@ -89,6 +91,7 @@ def site_view(
     """Collect what is known about one site, except its privacy."""
     up, down = step_bytes
     answers = [report for report in reports if isinstance(report, SiteAnswered)]
+    failures = tuple(r for r in reports if is_failure(r))
     return SiteView(
         site=site,
         share=share,
@@ -101,7 +104,8 @@ def site_view(
         training_loss=_series((a.round_index, loss_of(a.training)) for a in answers),
         loss=_series((m.round_index, loss_of(m.sums)) for m in measured),
         accuracy=_series((m.round_index, accuracy_of(m.sums)) for m in measured),
-        failures=tuple(r for r in reports if is_failure(r)),
+        failures=failures,
+        num_failures=len(failures),
     )
 
 

@@ -42,6 +42,7 @@ from monitoring.web.run_feed import Chart, Page, Row, RunFeed
 LOOK_SECONDS = 1.0
 # Pages wait longer where making one takes long, so that they never take more of a core.
 MOST_SHARE = 0.02
+READ_SECONDS = 0.5  # Of a second, while a page reads a long log for the first time.
 IDLE_SECONDS = 5.0  # Between two pages of a run in which nothing has happened.
 HEARTBEAT_LOOKS = 15  # So that a browser notices a connection that is gone.
 MAX_FEEDS = 8
@@ -88,7 +89,7 @@ class _SharedFeed:
     def _refresh(self) -> None:
         """Make the page anew if there is cause."""
         now, began = self._clock.monotonic(), time.thread_time()
-        has_news = self._feed.look()
+        has_news = self._feed.look(READ_SECONDS)
         self._has_news |= has_news
         is_due = now >= self._next_whole or self._feed.is_over
         whole = self._has_news and is_due
@@ -105,7 +106,9 @@ class _SharedFeed:
         if whole:
             self._has_news, self._next_whole = False, now + took
             took = 0.0
-        self._next = now + max(LOOK_SECONDS, took)
+        self._next = now + (
+            LOOK_SECONDS if self._feed.is_behind else max(LOOK_SECONDS, took)
+        )
 
 
 class Changes:

@@ -1,10 +1,17 @@
 """The events of a run that are new since the last look."""
 
+import hashlib
 from collections.abc import Iterator
+from itertools import chain
+from typing import BinaryIO
 
 from federation.event_log import from_line
-from federation.events import Event
+from federation.events import Event, RunStarted
 from monitoring.runs.run_folder import RunFolder
+
+BLOCK_BYTES = 1 << 20  # Read at once: many events, or a few long ones.
+_MARK_BYTES = 1 << 12
+_START = b'{"event": "RunStarted"'
 
 
 class EventTail:
@@ -16,38 +23,67 @@ class EventTail:
             and when another file has taken the place of the one before, such as a
             backup. Forget what you know then.
         is_gone: Whether the file was deleted after it was read.
+        read: Share of the file that was read, 0 to 1.
     """
 
     def __init__(self, run: RunFolder) -> None:
         """Begin before the first event."""
         self._path = run.events
         self._offset = 0
-        self._last = b""  # Line before the offset.
+        self._mark = b""  # Of the bytes before the offset.
         self.damaged = 0
         self.is_anew = self.is_gone = False
+        self.read = 0.0
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Where the next look begins, and a digest of what is before it."""
+        return self._offset, self._mark.hex()
+
+    def go_to(self, offset: int, mark: str) -> None:
+        """Begin at a place; if the file is another one, the next look begins anew."""
+        self._offset, self._mark = offset, bytes.fromhex(mark)
 
     def news(self) -> Iterator[Event]:
         """Return what was written since; nothing if the run was deleted."""
-        self.is_anew = not self._offset
+        return chain(self.block(), self._rest())
+
+    def _rest(self) -> Iterator[Event]:
+        while self.read < 1:
+            yield from self.block()
+
+    def block(self) -> Iterator[Event]:
+        """Return what was written since, at most a block of it.
+
+        There is more as long as ``read`` is below 1; nothing if the run was deleted.
+        """
         try:
             with self._path.open("rb") as events:
-                events.seek(self._offset - len(self._last))
-                if events.read(len(self._last)) != self._last:
-                    self._offset, self._last, self.damaged = 0, b"", 0
-                    self.is_anew = True
-                    events.seek(0)
-                # A torn line goes when its writer was killed and another continues.
-                whole = events.read().rpartition(b"\n")[0]
+                if self._mark != _mark(events, self._offset):
+                    self._offset, self._mark, self.damaged = 0, b"", 0
+                self.is_anew = not self._offset
+                lines = self._lines(events)
+                self._mark = _mark(events, self._offset)
         except FileNotFoundError:
-            self.is_gone = self._offset > 0
+            self.is_anew, self.is_gone = False, self._offset > 0
             return iter(())
         self.is_gone = False
-        if not whole:
-            return iter(())
-        lines = whole.split(b"\n")
-        self._offset += len(whole) + 1
-        self._last = lines[-1] + b"\n"
         return self._events(lines)
+
+    def _lines(self, events: BinaryIO) -> list[bytes]:
+        events.seek(self._offset)
+        whole, length = b"", BLOCK_BYTES
+        while block := events.read(length):
+            whole += block
+            if b"\n" in block:
+                break
+            length = len(whole)  # A line that is longer than a block.
+        # A torn line goes when its writer was killed and another continues.
+        whole = whole.rpartition(b"\n")[0]
+        rest = events.seek(0, 2)
+        self._offset += len(whole) + 1 if whole else 0
+        self.read = self._offset / rest if whole and rest else 1.0
+        return whole.split(b"\n") if whole else []
 
     def _events(self, lines: list[bytes]) -> Iterator[Event]:
         for line in lines:
@@ -58,3 +94,19 @@ class EventTail:
                 continue
             if event is not None:
                 yield event
+
+    def first_rounds(self) -> list[int]:
+        """Find with which round each coordinator begins, in all of the file."""
+        with self._path.open("rb") as events:
+            starts = [line for line in events if line.startswith(_START)]
+        found = self._events(starts)
+        return [e.first_round for e in found if isinstance(e, RunStarted)]
+
+
+def _mark(events: BinaryIO, offset: int) -> bytes:
+    """Digest of the first bytes, and of those before an offset."""
+    found = hashlib.sha256()
+    for begin in (0, max(0, offset - _MARK_BYTES)):
+        events.seek(begin)
+        found.update(events.read(min(_MARK_BYTES, offset - begin)))
+    return found.digest() if offset else b""

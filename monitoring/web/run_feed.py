@@ -7,6 +7,7 @@ not here; see ``federation.job.disclosure``.
 
 import io
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from monitoring.views.round_view import RUNNING, RoundView, perplexity
 from monitoring.views.run_fold import RunFold
 from monitoring.views.run_view import RunView
 from monitoring.views.site_view import Series
+from monitoring.web import fold_cache
 from monitoring.web.event_tail import EventTail
 
 SECTIONS = (
@@ -93,10 +95,22 @@ class RunFeed:
         """
         self._run, self._revoked = run, revoked
         self._tail = EventTail(run)
+        self._known: Sequence[int] = ()  # Rounds with which coordinators begin.
         self._forget()
+        found = fold_cache.read(run.path)
+        if found is not None:
+            for event in found.events:
+                self._take(event)
+            self._fold.restore(found.state)
+            self._log.extend(found.log)
+            self._text.truncate(self._text.seek(0))
+            self._tail.go_to(found.offset, found.mark)
+            self._tail.damaged = found.damaged
+        self._saved = self._tail.place[0]
 
-    def _forget(self) -> None:
+    def _forget(self, first_rounds: Sequence[int] = ()) -> None:
         self._fold = RunFold()
+        self._fold.expect(first_rounds)
         self._text = io.StringIO()
         self._progress = PlainProgress(self._text)
         self._log: deque[str] = deque(maxlen=MAX_LOG_LINES)
@@ -108,19 +122,60 @@ class RunFeed:
         """Whether the run has ended, by its newest events, or was deleted."""
         return self._has_ended or self._tail.is_gone
 
-    def look(self) -> bool:
-        """Read what was written since; whether there was anything."""
-        was_gone, events = self._tail.is_gone, self._tail.news()
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to read now."""
+        return self._tail.read < 1
+
+    def look(self, seconds: float = math.inf) -> bool:
+        """Read what was written since; whether there was anything.
+
+        Args:
+            seconds: For how long at most, about; then ``is_behind`` says so.
+        """
+        has_news, end = self._look(), time.thread_time() + seconds
+        while self.is_behind and time.thread_time() < end:
+            has_news |= self._look()
+        self._save()
+        return has_news
+
+    def _look(self) -> bool:
+        was_gone, events = self._tail.is_gone, self._tail.block()
         has_news = was_gone != self._tail.is_gone
         if self._tail.is_anew:
-            self._forget()
+            self._forget(self._known)
+            self._saved = 0
         for event in events:
             has_news = True
             self._take(event)
+        if self._fold.is_lost and self._known != (known := self._tail.first_rounds()):
+            self._known = known
+            self._tail.go_to(0, "")
+            return self._look()
+        self._fold.is_lost = False  # Of a log that says no more about it.
+        self._fold.settle()
         self._log += self._text.getvalue().splitlines()
-        self._text.seek(0)
-        self._text.truncate()
+        self._text.truncate(self._text.seek(0))
         return has_news
+
+    def _save(self) -> None:
+        """Leave what was read for whoever opens the page next."""
+        offset, mark = self._tail.place
+        if offset < self._saved + fold_cache.WORTH_BYTES or not self._fold.has_started:
+            return
+        self._saved = offset
+        state, events = self._fold.kept()
+        fold_cache.write(
+            self._run.path,
+            fold_cache.CachedFold(
+                offset=offset,
+                mark=mark,
+                damaged=self._tail.damaged,
+                state=state,
+                events=events,
+                log=[*self._log],
+            ),
+        )
 
     def _take(self, event: Event) -> None:
         self._fold.add(event)
@@ -146,7 +201,7 @@ class RunFeed:
             shown = [site.site for site in plots.shown_sites(view)]
             self._whole = sections, charts(view), shown
         tables, drawn, sites = self._whole
-        done = f"{len(view.rounds)}/{view.started.rounds}"
+        done = f"{view.num_rounds}/{view.started.rounds}"
         return Page(
             title=f"{view.started.job_name} {done}",
             state=self._state(is_live=is_live),
@@ -186,6 +241,7 @@ class RunFeed:
                 waited=0.0 if row is None else max(0.0, now - row.started_at),
                 left=left,
                 revoked=self._revoked(),
+                read=self._tail.read,
                 late=_late(view, now) if silent else "",
             )
         )
@@ -210,8 +266,8 @@ def _log(lines: Sequence[str], damaged: int) -> str:
 
 def charts(view: RunView) -> Mapping[str, Chart]:
     """The figures of lines that a run has data for, by name."""
-    loss = view.pooled(lambda sums: sums.loss)
-    training = plots.training_losses(view)
+    curves = dict(view.totals.curves)
+    loss, training = curves["loss"], curves["training"]
     found = {
         "loss": _over_sites(
             view, f"Held-out loss{view.loss_unit}", loss, lambda site: site.loss
@@ -228,28 +284,31 @@ def charts(view: RunView) -> Mapping[str, Chart]:
         found["quality"] = _joined(
             "Perplexity", [(plots.ALL_SITES, INK, series)], log=True
         )
-    elif any(row.accuracy is not None for row in view.rounds):
-        right = _percent(view.pooled(lambda sums: sums.accuracy))
+    elif curves["accuracy"]:
+        right = _percent(curves["accuracy"])
         found["quality"] = _over_sites(
             view, "Accuracy in %", right, lambda site: _percent(site.accuracy)
         )
     if view.privacy is not None and view.spent:
         found["epsilon"] = _over_sites(view, "Epsilon", (), lambda site: site.epsilon)
-    ended = [row for row in view.rounds if row.seconds is not None]
     found["bytes"] = _joined(
         "Traffic of a round in MB",
         [
-            ("up", plots.UP_COLOUR, [(r.index, r.bytes_up / 1e6) for r in ended]),
-            ("down", "#d08b3c", [(r.index, r.bytes_down / 1e6) for r in ended]),
+            ("up", plots.UP_COLOUR, _megabytes(curves["up"])),
+            ("down", "#d08b3c", _megabytes(curves["down"])),
         ],
     )
-    seconds = [(row.index, row.seconds or 0.0) for row in ended]
-    found["seconds"] = _joined("Seconds of a round", [("round", INK, seconds)])
+    lines = [("round", INK, curves["seconds"])]
+    found["seconds"] = _joined("Seconds of a round", lines)
     return {name: chart for name, chart in found.items() if chart.rows}
 
 
 def _percent(series: Series) -> Series:
     return tuple((at, 100 * value) for at, value in series)
+
+
+def _megabytes(series: Series) -> Series:
+    return tuple((at, value / 1e6) for at, value in series)
 
 
 def _over_sites(

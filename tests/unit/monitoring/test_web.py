@@ -15,8 +15,11 @@ from federation.events import Event, RunFinished, SiteFailed
 from federation.messages import FailureKind
 from monitoring.pages import report
 from monitoring.runs.run_folder import RunFolder
+from monitoring.views import run_fold
+from monitoring.views.run_fold import fold
+from monitoring.web import event_tail, fold_cache
 from monitoring.web.app import Changes, Shown, live_app
-from monitoring.web.run_feed import SECTIONS, Page, RunFeed
+from monitoring.web.run_feed import SECTIONS, Page, RunFeed, charts
 from monitoring.web.run_metrics import RunsCollector
 
 PORT, TOKEN, BEARER = 8642, "a-token-of-many-bits", "another-token"
@@ -83,6 +86,74 @@ def test_damaged_and_torn_lines_cost_only_themselves(tmp_path: Path) -> None:
         log.write(last[10:])
     assert isinstance(events[-1], RunFinished)
     assert _page(feed).state == "ended"
+
+
+_RESUMED = [
+    *event_samples.run(Script(rounds=9, stop_after=7, seed=3)),
+    *event_samples.run(Script(rounds=9, first_round=4, start=event_samples.START + 90)),
+]
+_LOGS = {
+    "failures": event_samples.run(
+        Script(
+            rounds=9,
+            failures=(
+                (2, "aws-us-east-1", FailureKind.CRASHED),
+                (3, "gcp-us-central1", FailureKind.SURPLUS),
+                (8, "aws-us-east-1", FailureKind.CRASHED),
+            ),
+            lost=(5,),
+        )
+    ),
+    "private": event_samples.run(Script(rounds=9, epsilon_cap=8.0)),
+    "secure": event_samples.run(Script(rounds=9, secure=True, adapts=True)),
+    "resumed": _RESUMED,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _LOGS)
+def test_settled_rounds_leave_every_number_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Read at once or piece by piece, by one page or by the next from its cache."""
+    monkeypatch.setattr(run_fold, "MAX_REPORTS", 1)
+    monkeypatch.setattr(event_tail, "BLOCK_BYTES", 2_000)
+    monkeypatch.setattr(fold_cache, "WORTH_BYTES", 1)
+    run, events = RunFolder(tmp_path), _LOGS[name]
+    feeds = [RunFeed(run)]
+    for at in range(0, len(events), 7):
+        _write(run, events[at : at + 7])
+        feeds[0].look()
+        feeds[1:] = [RunFeed(run)]  # It begins with what the first one has left.
+    assert (run.path / fold_cache.NAME).exists()
+    whole = fold(events)
+    expected = report.render_sections(whole, SECTIONS, is_live=False)
+    for feed in feeds:
+        page = _page(feed)
+        assert {n: page.sections[n] for n in SECTIONS} == expected
+        assert page.charts == charts(whole)
+        assert page.sections["log"] == _page(feeds[0]).sections["log"]
+        assert feed._fold.view().past is not None
+
+
+@pytest.mark.slow
+def test_cache_of_another_log_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that is damaged: the page is that of the log that is there."""
+    monkeypatch.setattr(fold_cache, "WORTH_BYTES", 1)
+    run, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "other")
+    _write(run, event_samples.run(Script(rounds=5, seed=1)))
+    _write(other, event_samples.run(Script(rounds=5, seed=2)))
+    cached = run.path / fold_cache.NAME
+    for each in (other, run):
+        RunFeed(each).look()
+    expected = _page(RunFeed(other)).sections
+    own = json.loads((other.path / fold_cache.NAME).read_bytes())
+    older = json.dumps({**own, "release": "0", "log": ["stale"]}).encode()
+    for content in (cached.read_bytes(), older, b"{", b"{}"):
+        (other.path / fold_cache.NAME).write_bytes(content)
+        assert _page(RunFeed(other)).sections == expected
 
 
 @pytest.mark.slow
