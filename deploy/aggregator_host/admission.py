@@ -9,12 +9,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cloud_adapters.flower.facts import FlowerRun
+from cloud_adapters.flower.facts import FlowerRun, not_connected
 from deploy.aggregator_host import owners, run_queue, scheduler
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.owners import Owner, Owners, Usage
-from deploy.aggregator_host.run_queue import QueuedRun
-from deploy.aggregator_host.scheduler import Candidate, Plan, Rules, Share
+from deploy.aggregator_host.run_queue import Queue, QueuedRun
+from deploy.aggregator_host.scheduler import Candidate, Plan, Rules, Share, Wait
 from federation.errors import FederationError, JobError
 from federation.event_log import from_line
 from federation.events import (
@@ -28,6 +28,7 @@ from federation.job.spec import JobSpec
 from federation.rounds import cost
 from federation.rounds.cost import Speeds
 from monitoring.runs.run_folder import RunFolder
+from monitoring.units import format_duration
 from monitoring.views import run_plan
 
 _HOUR, _GIGABYTE, _MIB = 3600.0, 1e9, float(1 << 20)
@@ -163,6 +164,59 @@ def rows(
             }
         )
     return found
+
+
+def queue(config: AggregatorConfig, *, now: float) -> list[dict[str, Any]]:
+    """Describe the runs that wait, for a page: for what, and until when.
+
+    Args:
+        config: The operator's ``aggregator.toml``.
+        now: Seconds since 1970.
+    """
+    found = run_queue.handed_over(config.runs)
+    order = admission(config, found.runs, None, now=now, lengths=True)
+    waits, starts = order.plan().waits, order.forecast()
+    return [
+        {
+            "run": one.name,
+            "job": one.run.path.parent.name,
+            "owner": one.request.owner,
+            "priority": one.request.priority,
+            "waits": waits_for(one.run, found, waits),
+            "starts_in_seconds": max(0.0, starts[one.name] - now)
+            if one.name in waits and one.name in starts
+            else None,
+        }
+        for one in found.runs
+        if one.outcome is None and (one.name in waits or not one.run.exists())
+    ]
+
+
+def waits_for(run: RunFolder, queue: Queue, turns: Mapping[str, Wait]) -> str:
+    """Say what a run waits for that has not begun, or whose turn it is not.
+
+    Args:
+        run: Its folder.
+        queue: All runs.
+        turns: What runs wait for whose turn it is not.
+    """
+    name = run.path.name
+    for each in queue.damaged:
+        if each.run.path == run.path:
+            return f"run {name} is not started: {each.reason}"
+    if name in turns:
+        return f"run {name} waits for {turns[name].text()}"
+    found = run_queue.connected(run)
+    if found is None:
+        return f"run {name} waits for its coordinator, and then for its sites"
+    there = ", ".join(found.there)
+    if not found.missing:
+        return f"run {name} has its sites: {there}" if there else ""
+    seconds, missing = format_duration(found.seconds), ", ".join(found.missing)
+    texts = [f"run {name} waits up to {seconds} for answers of {missing}"]
+    texts += [not_connected(found.absent)] if found.absent else []
+    texts += [f"answered: {there}"] if there else []
+    return "; ".join(texts)
 
 
 def check_submission(

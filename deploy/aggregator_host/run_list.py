@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deploy.aggregator_host import run_queue
+from deploy.aggregator_host import admission, run_queue
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
+from deploy.aggregator_host.parties import Parties, check
 from federation.errors import FederationError, RunNotFound, StoreError
 from federation.events import SiteAnswered, SiteFailed, StepTaken
 from federation.protocols import Clock
@@ -80,8 +81,25 @@ def of_aggregator(
     config: AggregatorConfig, clock: Clock, run: RunFolder | None = None
 ) -> Shown:
     """Return what live pages of an aggregator show; arguments as for ``shown``."""
-    found = shown(config.runs, {"stop": run_queue.stop_action(clock)}, run)
-    return replace(found, revoked=lambda: revoked(config))
+
+    def resume(folder: RunFolder) -> None:
+        handed = run_queue.read(folder)
+        if handed is None:
+            raise RunNotFound(f"{folder.path} was not submitted to the aggregator")
+        run_queue.check_resumable(handed)
+        begun = folder.run_id() is not None
+        check(folder.read_spec(), Parties.of_run(config.folder, folder), resumed=begun)
+        run_queue.take_up(folder, at=clock.now(), who=run_queue.page_user())
+
+    def stop(folder: RunFolder) -> None:
+        run_queue.ask_to_stop(folder, at=clock.now(), who=run_queue.page_user())
+
+    actions = {"stop": stop, "resume": resume}
+    return replace(
+        shown(config.runs, actions, run),
+        revoked=lambda: revoked(config),
+        queue=lambda: admission.queue(config, now=clock.now()),
+    )
 
 
 def revoked(config: AggregatorConfig) -> frozenset[str]:
@@ -99,7 +117,7 @@ def shown(
 
     Args:
         root: Folder of all runs.
-        actions: What a person may do with a run that goes on.
+        actions: What a person may do with a run; see ``ACTIONS``.
         run: One more run, which may be elsewhere and not begun.
     """
 

@@ -11,7 +11,7 @@ service starts another once there is room, which continues from the newest check
 import contextlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ from federation.events import (
 from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
-from federation.protocols import Clock
 from federation.rounds.round_sums import completed_rounds
 from monitoring.runs.run_folder import REQUEST, RunFolder
 from monitoring.views.round_view import loss_of
@@ -396,16 +395,10 @@ def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
     if found is None:
         raise RunNotFound(f"{root} has no run of the job {job.name!r} to resume")
     run, name = found.run, found.run.path.name
-    if found.outcome is None:
-        raise RunConflict(f"run {name} has not ended: crossfed watch {name} shows it")
+    check_resumable(found, extend=extend)
     if extend:
         extension.check(job, run)
         return run
-    if found.outcome.code == 0:
-        raise RunConflict(
-            f"run {name} is completed: omit --resume to start a new run, or add rounds "
-            "with --extend"
-        )
     kept = job_file.document(run.read_spec())
     changes = job_file.differences(job_file.document(job), kept)
     if changes:
@@ -421,13 +414,29 @@ def folder_of(run: RunFolder) -> Path:
     return run.path.parents[2]
 
 
-def take_up(run: RunFolder, *, at: float) -> None:
-    """Submit again a run that ``find_ended`` has found.
+def check_resumable(found: QueuedRun, *, extend: bool = False) -> None:
+    """Refuse to resume a run that goes on, or has nothing left to do.
+
+    Raises:
+        RunConflict: It has not ended; or has come to its end, and gets no more rounds.
+    """
+    name = found.run.path.name
+    if found.outcome is None:
+        raise RunConflict(f"run {name} has not ended: crossfed watch {name} shows it")
+    if found.outcome.code == 0 and not extend:
+        raise RunConflict(
+            f"run {name} is completed: omit --resume to start a new run, or add rounds "
+            "with --extend"
+        )
+
+
+def take_up(run: RunFolder, *, at: float, who: str | None = None) -> None:
+    """Submit a run again that ``find_ended`` has found; ``who`` as in the audit log.
 
     Raises:
         StoreUnavailable: Its folder cannot be written.
     """
-    audit_log.note(folder_of(run), "run.resume", run.path.name, at=at)
+    audit_log.note(folder_of(run), "run.resume", run.path.name, at=at, who=who)
     before = read(run)
     request = RunRequest(at=at) if before is None else _waiting(before, at)
     request = _of_job(request, run.read_spec())  # Sites may have joined it.
@@ -435,7 +444,7 @@ def take_up(run: RunFolder, *, at: float) -> None:
         (run.path / name).unlink(missing_ok=True)
     durable_files.write_json(run.path / REQUEST, replace(request, at=at))
     # The outcome goes last: until then it is not wanted.
-    (run.path / OUTCOME).unlink()
+    (run.path / OUTCOME).unlink(missing_ok=True)
 
 
 def requeue(handed: QueuedRun, *, at: float) -> None:
@@ -528,13 +537,9 @@ def ask_to_stop(run: RunFolder, *, at: float, who: str | None = None) -> None:
     replace_file(run.path / STOP, [b""])
 
 
-def stop_action(clock: Clock) -> Callable[[RunFolder], None]:
-    """What the button of a live page does."""
-
-    def stop(run: RunFolder) -> None:
-        ask_to_stop(run, at=clock.now(), who=f"the live page of {audit_log.operator()}")
-
-    return stop
+def page_user() -> str:
+    """Who presses a button of a live page, for the audit log."""
+    return f"the live page of {audit_log.operator()}"
 
 
 def ask_to_pause(run: RunFolder) -> None:

@@ -171,27 +171,10 @@ def _await_start(
 def _waits_for(
     run: "RunFolder", queue: "Queue", config: "AggregatorConfig", now: float
 ) -> str:
-    from cloud_adapters.flower.facts import not_connected  # noqa: PLC0415
-    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.aggregator_host.admission import admission  # noqa: PLC0415 -- as above
+    from deploy.aggregator_host import admission  # noqa: PLC0415 -- keeps `--help` fast
 
-    for each in queue.damaged:
-        if each.run.path == run.path:
-            return f"run {run.path.name} is not started: {each.reason}"
-    turn = admission(config, queue.runs, None, now=now).plan().waits
-    if run.path.name in turn:
-        return f"run {run.path.name} waits for {turn[run.path.name].text()}"
-    found = run_queue.connected(run)
-    if found is None:
-        return f"run {run.path.name} waits for its coordinator, and then for its sites"
-    there = ", ".join(found.there)
-    if not found.missing:
-        return f"run {run.path.name} has its sites: {there}" if there else ""
-    seconds, missing = units.format_duration(found.seconds), ", ".join(found.missing)
-    texts = [f"run {run.path.name} waits up to {seconds} for answers of {missing}"]
-    texts += [not_connected(found.absent)] if found.absent else []
-    texts += [f"answered: {there}"] if there else []
-    return "; ".join(texts)
+    turns = admission.admission(config, queue.runs, None, now=now).plan().waits
+    return admission.waits_for(run, queue, turns)
 
 
 def _outcome(run: "RunFolder") -> "Outcome":

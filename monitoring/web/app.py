@@ -49,6 +49,11 @@ MAX_FEEDS = 8
 MIN_COMPARED, MAX_COMPARED = 2, 16
 
 Action = Callable[[RunFolder], None]
+# What a page can do: the words of its button, and for a run in which state.
+ACTIONS = {
+    "stop": ("Stop after this round", "live"),
+    "resume": ("Resume", "stopped"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +64,16 @@ class Shown:
         rows: Returns a summary of each run and its ``name``, oldest first; see
             ``deploy.aggregator_host.run_list``.
         find: Returns the folder of the run with a name; None without one.
-        actions: What a person may do with a run that goes on, by its name on the page.
+        actions: What a person may do with a run: some of ``ACTIONS``.
         revoked: Returns the names of sites that were revoked.
+        queue: Describes the runs that wait; see ``deploy.aggregator_host.admission``.
     """
 
     rows: Callable[[], Sequence[Mapping[str, Any]]]
     find: Callable[[str], RunFolder | None]
     actions: Mapping[str, Action]
     revoked: Callable[[], Collection[str]] = frozenset
+    queue: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
 
 class _SharedFeed:
@@ -180,14 +187,15 @@ class _Pages:
             return self._list
 
     def _make_list(self) -> float:
-        began = time.thread_time()
-        self._list = _html("runs.html.j2", rows=self._shown.rows()[::-1])
+        began, rows = time.thread_time(), self._shown.rows()[::-1]
+        self._list = _html("runs.html.j2", rows=rows, queue=self._shown.queue())
         return time.thread_time() - began
 
     async def run(self, request: Request) -> HTMLResponse:
         name = request.path_params["name"]
         self._find(name)
-        return _html("live.html.j2", name=name, actions=list(self._shown.actions))
+        actions = {each: ACTIONS[each] for each in self._shown.actions}
+        return _html("live.html.j2", name=name, actions=actions)
 
     async def act(self, request: Request) -> RedirectResponse:
         name, action = request.path_params["name"], request.path_params["action"]
@@ -198,7 +206,9 @@ class _Pages:
             await asyncio.to_thread(self._shown.actions[action], run)
         except FederationError as error:
             raise HTTPException(409, str(error)) from error
-        return RedirectResponse(f"/runs/{name}", status_code=303)
+        # A run that is resumed waits for its turn, as the list shows.
+        place = "/" if action == "resume" else f"/runs/{name}"
+        return RedirectResponse(place, status_code=303)
 
     async def changes(self, request: Request) -> StreamingResponse:
         name = request.path_params["name"]

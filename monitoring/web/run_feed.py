@@ -21,7 +21,7 @@ from monitoring.runs.run_folder import RunFolder
 from monitoring.terminal.progress import PlainProgress
 from monitoring.views.round_view import RUNNING, RoundView, perplexity
 from monitoring.views.run_fold import RunFold
-from monitoring.views.run_view import RunView
+from monitoring.views.run_view import COMPLETED, EXHAUSTED, RunView
 from monitoring.views.site_view import Series
 from monitoring.web import fold_cache
 from monitoring.web.event_tail import EventTail
@@ -68,7 +68,8 @@ class Page:
 
     Attributes:
         title: The job's name, and how far the run is.
-        state: ``live``, ``interrupted``, ``ended``, or ``deleted``.
+        state: ``live``, ``interrupted``, ``stopped`` before its last round, ``ended``,
+            or ``deleted``.
         sections: HTML by the id of its place.
         charts: Figures by name.
         timeline: The last rounds: sites, bars and colours; None before the first.
@@ -115,7 +116,7 @@ class RunFeed:
         self._progress = PlainProgress(self._text)
         self._log: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self._whole: _Whole | None = None
-        self._has_ended = False
+        self._has_ended = self._is_done = False
 
     @property
     def is_over(self) -> bool:
@@ -181,6 +182,7 @@ class RunFeed:
         self._fold.add(event)
         if isinstance(event, RunStarted | RunFinished):
             self._has_ended = isinstance(event, RunFinished)
+            self._is_done = getattr(event, "status", "") in {COMPLETED, EXHAUSTED}
         if self._fold.has_started:
             self._progress(event)
 
@@ -218,7 +220,7 @@ class RunFeed:
         if self._tail.is_gone:
             return "deleted"
         if self._has_ended:
-            return "ended"
+            return "ended" if self._is_done else "stopped"
         return "live" if is_live else "interrupted"
 
     def _now(self, view: RunView, now: float, *, state: str) -> str:

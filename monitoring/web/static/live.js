@@ -121,10 +121,12 @@ function follow() {
     showSections(change.sections);
     showCharts(change.charts);
     if (change.timeline) showTimeline(change.timeline);
-    say(change.state, change.state === "interrupted" || change.state === "deleted");
-    if (change.state !== "ended" && change.state !== "deleted") return;
-    source.close(); // With the run may end who serves this page.
-    document.querySelectorAll("nav form").forEach((form) => form.remove());
+    say(change.state, ["interrupted", "deleted"].includes(change.state));
+    const forms = [...document.querySelectorAll("nav form")];
+    forms.forEach((form) => (form.hidden = form.dataset.state !== change.state));
+    // With the run may end who serves this page, unless it can be resumed here.
+    const goesOn = forms.some((form) => form.dataset.state === change.state);
+    if (["ended", "stopped", "deleted"].includes(change.state) && !goesOn) source.close();
   };
 }
 

@@ -11,10 +11,10 @@ from support.enrolments import Federation
 from support.small_jobs import small_job
 
 from deploy import audit_log
-from deploy.aggregator_host import parties, run_queue
+from deploy.aggregator_host import parties, run_list, run_queue
 from deploy.cli import commands as cli
 from deploy.site_host import config as site_file
-from federation.errors import CorruptObject, StoreUnavailable
+from federation.errors import CorruptObject, RunConflict, StoreUnavailable
 
 ACTIONS = ("site.invite", "site.enrol", "run.submit", "run.stop", "site.revoke")
 
@@ -127,9 +127,23 @@ def test_members_and_runs_are_on_record_at_both_ends(tmp_path: Path):
         owner="ann",
     )
     run_queue.ask_to_stop(run, at=2.0)
-    run_queue.stop_action(federation.clock)(run)
+    page = run_list.of_aggregator(federation.config, federation.clock)
+    page.actions["stop"](run)
+    assert [row["run"] for row in page.queue()] == [run.path.name]
+    with pytest.raises(RunConflict, match="has not ended"):
+        page.actions["resume"](run)
     run_queue.leave_outcome(run, run_queue.Outcome(code=130, message=""))
+    assert page.queue() == []
     run_queue.take_up(run, at=3.0)
+    for code in (0, 130):
+        (run.path / run_queue.OUTCOME).unlink(missing_ok=True)
+        run_queue.leave_outcome(run, run_queue.Outcome(code=code, message=""))
+        if not code:
+            with pytest.raises(RunConflict, match="is completed"):
+                page.actions["resume"](run)
+    page.actions["resume"](run)
+    (row,) = page.queue()
+    assert "waits for its coordinator" in row["waits"]
     federation.revoke("site-a")
     path, key = federation.aggregator / "roster.toml", "cd" * 32
     words = ["--site", "site-z", "--organisation", "Z", "--key", key]
@@ -144,6 +158,7 @@ def test_members_and_runs_are_on_record_at_both_ends(tmp_path: Path):
         ("run.stop", user),
         ("run.stop", f"the live page of {user}"),
         ("run.resume", user),
+        ("run.resume", f"the live page of {user}"),
         ("site.revoke", user),
         ("roster.trust", user),
     ]

@@ -1,6 +1,7 @@
 """The live page: what it shows, what it sends again, and whom it lets in."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,19 @@ def test_another_file_in_its_place_is_read_anew(tmp_path: Path) -> None:
     for event in events[half:]:
         _write(run, [event])
     assert _page(feed).sections == _page(RunFeed(run)).sections
+
+
+@pytest.mark.slow
+def test_run_that_stopped_early_can_be_resumed(tmp_path: Path) -> None:
+    """Not one that has done all its rounds; the buttons follow the state."""
+    states = {}
+    for status in ("stopped", "failed", "completed"):
+        run = RunFolder(tmp_path / status)
+        *events, end = event_samples.run(Script(rounds=2))
+        assert isinstance(end, RunFinished)
+        _write(run, [*events, replace(end, status=status)])
+        states[status] = _page(RunFeed(run)).state
+    assert states == {"stopped": "stopped", "failed": "stopped", "completed": "ended"}
 
 
 @pytest.mark.slow
