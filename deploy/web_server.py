@@ -19,7 +19,11 @@ LAST_LOOK_SECONDS = 2.5  # For browsers to get how a run ended.
 
 @contextmanager
 def serving(
-    make: Callable[[int], "ASGIApp"], port: int, *, clock: Clock
+    make: Callable[[int], "ASGIApp"],
+    port: int,
+    *,
+    clock: Clock,
+    last_look_seconds: float = LAST_LOOK_SECONDS,
 ) -> Iterator[int]:
     """Serve while the context lasts; its value is the port.
 
@@ -27,6 +31,7 @@ def serving(
         make: Returns the application for a port.
         port: 0 takes a free one.
         clock: Tells time.
+        last_look_seconds: How long browsers that are connected have to get the end.
 
     Raises:
         FederationError: The port is taken.
@@ -38,6 +43,7 @@ def serving(
             uvicorn.Config(
                 make(found),
                 lifespan="off",
+                ws="none",
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -53,7 +59,7 @@ def serving(
             yield found
         finally:
             if server.server_state.connections:
-                clock.sleep(LAST_LOOK_SECONDS)
+                clock.sleep(last_look_seconds)
             server.should_exit = True
             thread.join(timeout=5)
 

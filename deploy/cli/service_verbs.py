@@ -136,13 +136,16 @@ def _agent(options: argparse.Namespace) -> int:
 
 
 def _site_status(options: argparse.Namespace) -> int:
-    from deploy.site_host import config as site_file  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.site_host import config as site_file, site_page  # noqa: PLC0415
     from deploy.site_host.run_status import lines, status  # noqa: PLC0415 -- as above
 
-    found = status(site_file.load(options.config))
+    config = site_file.load(options.config)
+    found, page = status(config), site_page.address(config)
     if options.json:
-        say_json(asdict(found))
+        say_json({**asdict(found), "page": page or None})
         return DONE
+    if page:
+        tell(f"its page: {page}")
     for line in lines(found, options.clock.now()):
         say(line)
     return DONE

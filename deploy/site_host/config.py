@@ -73,6 +73,18 @@ class ServeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SitePageSpec:
+    """How the site's operator sees what it does.
+
+    Attributes:
+        port: Port of the site's own page on the loopback interface; 0 for none.
+            `crossfed site status` prints the address.
+    """
+
+    port: int = key(default=0, low=0, high=65535)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalDataSpec:
     """The site's own data.
 
@@ -173,6 +185,7 @@ class SiteFile:
         relay: The relay through which this site takes part in runs; by default it
             connects to the aggregator.
         serve: Only for a relay: whom it serves.
+        monitor: How the site's operator sees what it does.
         disk_mib: From this size of a model in MiB on, what its updates have left out,
             and the model and momentum that it follows by itself, are in files of
             `folder`, and pass through memory in pieces; 0 for never.
@@ -200,6 +213,7 @@ class SiteFile:
     home: HomeSpec = HomeSpec()
     relay: RelayLinkSpec | None = None
     serve: ServeSpec | None = None
+    monitor: SitePageSpec = SitePageSpec()
     disk_mib: int = key(default=0, low=0)
     max_runs: int = key(default=1, low=1, high=64)
     memory_mib: int = key(default=0, low=0)

@@ -25,7 +25,6 @@ from federation.typed_json import decode, encode
 from federation.wire import frame as wire
 from monitoring.units import format_duration
 
-STATUS = "status.json"
 SILENT_SECONDS = 60.0  # An agent hears from the aggregator every three.
 STATUS, REFUSED = "status.json", "refused.json"
 _MOST_REFUSED, _ID_CHARS = 10, 100
@@ -72,6 +71,14 @@ class RunStatus:
     epsilon_cap: float | None = None
     epsilon: float | None = None
     held_out_epsilon: float | None = None
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """What leaves the site with each update, in words."""
+        update = "its update"
+        return (
+            f"{update}, readable only in a sum" if self.is_summed else update
+        ), *self.sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,8 +246,7 @@ def _run_lines(run: RunStatus, now: float) -> Iterator[str]:
     last = f", the last one {run.last_round}" if run.last_round else ""
     yield f"  rounds   {run.answered} of {run.rounds} answered{last}"
     yield f"  data     {run.data}"
-    update = "its update, readable only in a sum" if run.is_summed else "its update"
-    yield f"  leaves   {', '.join((update, *run.sent))}"
+    yield f"  leaves   {', '.join(run.leaves)}"
     if run.epsilon_cap is not None:
         spent = format_epsilon(run.epsilon or 0.0)
         text = f"{spent} of {format_cap(run.epsilon_cap)} on training"

@@ -23,6 +23,7 @@ from deploy.site_host import (
     home as site_home,
     machine_use,
     ranks,
+    site_page,
 )
 from deploy.site_host.agent import SiteAgent
 from deploy.site_host.config import SiteConfig
@@ -105,7 +106,8 @@ def serve(
             take_over=take_over,
         ) as held:
             if held is not None:
-                _serve(held, departure, clock=clock, listener=listener, begun=begun)
+                with site_page.served(held, clock=clock, listener=listener):
+                    _serve(held, departure, clock=clock, listener=listener, begun=begun)
 
 
 def check_keys(config: SiteConfig) -> tuple[Identity, Roster]:

@@ -293,7 +293,6 @@ def live_app(
         metrics_token: Who knows it may collect them.
     """
     pages = _Pages(shown, clock)
-    static = StaticFiles(directory=Path(__file__).with_name("static"))
     app = Starlette(
         routes=[
             Route("/", pages.index),
@@ -301,9 +300,34 @@ def live_app(
             Route("/runs/{name}", pages.run),
             Route("/runs/{name}/changes", pages.changes),
             Route("/runs/{name}/{action}", pages.act, methods=["POST"]),
-            Mount("/static", static),
+            _static(),
             *([] if metrics is None else [Route("/metrics", _exposed(metrics))]),
         ],
         exception_handlers={HTTPException: _refused},
     )
     return Guard(app, token=token, port=port, metrics_token=metrics_token)
+
+
+def site_app(
+    status: Callable[[], Mapping[str, Any]], *, token: str, port: int
+) -> Guard:
+    """Make the page of a site, for its own operator.
+
+    Args:
+        status: Returns what ``site.html.j2`` shows.
+        token: Who knows it may look; see ``Guard``.
+        port: Where it is served on the loopback interface.
+    """
+
+    def index(_: Request) -> HTMLResponse:  # Starlette gives it a thread.
+        return _html("site.html.j2", **status())
+
+    app = Starlette(
+        routes=[Route("/", index), _static()],
+        exception_handlers={HTTPException: _refused},
+    )
+    return Guard(app, token=token, port=port)
+
+
+def _static() -> Mount:
+    return Mount("/static", StaticFiles(directory=Path(__file__).with_name("static")))

@@ -1,0 +1,73 @@
+"""A site's own page: what ``crossfed site status`` says, for the operator's browser.
+
+It shows only what the site's folder holds, and nothing of it leaves the host.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from deploy.site_host import run_status
+from deploy.site_host.config import SiteConfig
+from deploy.web_server import serving
+from federation.errors import FederationError
+from federation.protocols import Clock
+from monitoring.web.app import site_app
+from privacy.secret_files import read_private, write_new
+
+FILE = "page.token"
+
+
+@contextmanager
+def served(
+    config: SiteConfig, *, clock: Clock, listener: Callable[[str], None]
+) -> Iterator[None]:
+    """Serve the page while the context lasts, if ``monitor.port`` asks for it.
+
+    A page that cannot be served is reported, and keeps no site from its work.
+
+    Args:
+        config: The site's.
+        clock: Tells time.
+        listener: Called with a word about what is wrong.
+    """
+    with contextlib.ExitStack() as stack:
+        if config.file.monitor.port:
+            try:
+                token = _token(config)
+                page = serving(
+                    lambda port: site_app(
+                        lambda: _shown(config, clock), token=token, port=port
+                    ),
+                    config.file.monitor.port,
+                    clock=clock,
+                    last_look_seconds=0.0,
+                )
+                stack.enter_context(page)
+            except (FederationError, OSError) as error:
+                listener(f"this site has no page: {error}")
+        yield
+
+
+def address(config: SiteConfig) -> str:
+    """Where the operator's browser finds the page; empty if there is none."""
+    port = config.file.monitor.port
+    if not port or not (config.folder / FILE).exists():
+        return ""
+    return f"http://127.0.0.1:{port}/?token={_token(config)}"
+
+
+def _token(config: SiteConfig) -> str:
+    path = config.folder / FILE
+    if not path.exists():
+        write_new(path, secrets.token_urlsafe(32).encode())
+    return read_private(path).decode().strip()
+
+
+def _shown(config: SiteConfig, clock: Clock) -> dict[str, object]:
+    found, now = run_status.status(config), clock.now()
+    about, *_ = run_status.lines(found, now)
+    runs = [{**asdict(run), "leaves": run.leaves} for run in reversed(found.runs)]
+    return {"about": about, "found": found, "runs": runs, "now": now}
