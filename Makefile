@@ -30,7 +30,7 @@ FAST := tests/contract tests/unit $(QUICK)
 WITHOUT_FLOWER := $(FAST) --ignore=tests/contract/test_flower_guard.py \
 	--ignore=tests/contract/test_flower_private.py
 
-.PHONY: help demo programs deploy-tools manifest-tools test test-rest test-deploy test-images test-long test-properties test-fast $(FAST_PARTS) test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs docs-site dist clean
+.PHONY: help demo programs deploy-tools manifest-tools test test-rest test-deploy test-images test-browser test-long test-properties test-fast $(FAST_PARTS) test-faults test-cloud test-lowest test-newest newest test-all mutants coverage lint check format bench docs docs-site dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -107,6 +107,18 @@ test-images: deploy-tools dist ## Build images on a base of this machine's Debia
 test-deploy: $(READY) deploy-tools test-images ## Check and try the files of deploy/ (a quarter of an hour; as root)
 	$(PYTEST) tests/deploy_files
 
+# The script that finds what keeps people from using a page.
+AXE := axe-core@4.14.1
+$(VENV)-browser/axe.min.js:
+	@mkdir -p $(@D)
+	cd $(@D) && npm pack --silent $(AXE) >/dev/null && tar xzf axe-core-*.tgz --strip-components=1 package/axe.min.js
+	@touch $@
+
+test-browser: $(READY) ## Try the live pages in chromium (installs it: Debian, as root; and axe-core, with npm)
+	@$(MAKE) --no-print-directory programs PROGRAMS=chromium:chromium
+	@$(MAKE) --no-print-directory $(VENV)-browser/axe.min.js || echo "make: npm failed: tests of accessibility are skipped"
+	$(PYTEST) tests/integration/test_browser.py
+
 test-long: $(READY) ## Run the tests that take many minutes
 	$(PYTEST) -m long -n 2 --dist loadgroup
 
@@ -165,7 +177,7 @@ coverage: $(READY) ## Run the fast tests, measure lines and branches, and demand
 
 # Hours, for a nightly run. Its parts install torch again: on Linux without a GPU, set
 # PIP_EXTRA_INDEX_URL to an index of CPU builds, or pip downloads CUDA's libraries.
-PARTS ?= test test-long test-properties coverage test-deploy test-lowest test-newest mutants
+PARTS ?= test test-browser test-long test-properties coverage test-deploy test-lowest test-newest mutants
 
 test-all: $(if $(filter test-newest,$(PARTS)),newest) ## Run all that CI runs, deploy's images, the oldest and newest dependencies, the mutants (hours)
 	@failed=; for part in $(PARTS); do \

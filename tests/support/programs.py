@@ -13,12 +13,16 @@ from support import containers, line, proxy_server
 
 # Where `make deploy-tools` installs.
 _TOOLS = Path(__file__).resolve().parents[2] / ".venv-deploy" / "bin"
-ROOT, TUN, IMAGES = "root", "TUN devices", "images"
+ROOT, TUN, IMAGES, AXE = "root", "TUN devices", "images", "axe-core"
+# What `make test-browser` fetches: finds what keeps people from using a page.
+AXE_SCRIPT = _TOOLS.parents[1] / ".venv-browser" / "axe.min.js"
 
 # How to get each, and which tests are skipped without it.
 NEEDS = {
     ROOT: ("run as root", "what only root may do"),
     TUN: ("allow /dev/net/tun", "hosts that are far from each other"),
+    "chromium": ("make test-browser", "live pages in a browser"),
+    AXE: ("make test-browser", "accessibility of live pages"),
     "promtool": ("apt-get install prometheus", "alert rules, as Prometheus reads them"),
     "nginx": ("apt-get install nginx-light", "federations of processes behind a proxy"),
     "ip": ("apt-get install iproute2", "hosts with a network of their own"),
@@ -57,6 +61,8 @@ def _is_here(name: str) -> bool:
         return os.geteuid() == 0
     if name == TUN:
         return os.access(line.TUN, os.R_OK | os.W_OK)
+    if name == AXE:
+        return AXE_SCRIPT.exists()
     if name == "nginx":  # Which may be in a folder that PATH does not name.
         return proxy_server.installed()
     if name == IMAGES:  # Without podman, that is what is missing.

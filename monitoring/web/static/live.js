@@ -47,24 +47,41 @@ function makeChart(name, chart) {
     axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000] }, { ...axis, size: 58 }],
     series: [{ label: "round" }, ...series],
   }, [[], ...chart.lines.map(() => [])], box);
-  new ResizeObserver(() => box.clientWidth && plot.setSize({ width: box.clientWidth, height: 230 })).observe(box);
-  return { card, plot, lines: JSON.stringify(chart.lines), rows: [] };
+  const made = { card, plot, chart, lines: JSON.stringify(chart.lines), rows: [] };
+  new ResizeObserver(() => {
+    if (box.clientWidth) plot.setSize({ width: box.clientWidth, height: 230 });
+    showLast(made);
+  }).observe(box);
+  return made;
+}
+
+// The legend has the newest values, unless the pointer is at others.
+function showLast({ plot, rows }) {
+  if (rows.length && !(plot.cursor.left >= 0)) plot.setLegend({ idx: rows.length - 1 });
+}
+
+function draw(known) {
+  known.plot.setData([0, ...known.chart.lines.keys()].map((_, index) => known.rows.map((row) => row[index])));
+  showLast(known);
+}
+
+function replaceChart(name, chart) {
+  const known = charts.get(name);
+  known.plot.destroy();
+  const made = makeChart(name, chart);
+  known.card.replaceWith(made.card);
+  charts.set(name, made);
+  return made;
 }
 
 function showCharts(changed) {
   for (const [name, chart] of Object.entries(changed)) {
     let known = charts.get(name);
-    if (known && known.lines !== JSON.stringify(chart.lines)) {
-      known.plot.destroy();
-      const made = makeChart(name, chart);
-      known.card.replaceWith(made.card);
-      charts.set(name, (known = made));
-    } else if (!known) charts.set(name, (known = makeChart(name, chart)));
+    if (known && known.lines !== JSON.stringify(chart.lines)) known = replaceChart(name, chart);
+    else if (!known) charts.set(name, (known = makeChart(name, chart)));
     known.rows.length = chart.from;
     known.rows.push(...chart.rows);
-    const columns = [0, ...chart.lines.keys()].map((_, index) => known.rows.map((row) => row[index]));
-    known.plot.setData(columns);
-    if (known.plot.cursor.left === undefined || known.plot.cursor.left < 0) known.plot.setLegend({ idx: known.rows.length - 1 });
+    draw(known);
   }
 }
 
@@ -135,5 +152,11 @@ function say(text, isGone = false) {
   byId("line").classList.toggle("gone", isGone);
 }
 
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((each) => each.plot.redraw()));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  for (const [name, { chart, rows }] of [...charts]) {
+    const made = replaceChart(name, chart);
+    made.rows = rows;
+    draw(made);
+  }
+});
 follow();
