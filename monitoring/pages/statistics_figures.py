@@ -5,11 +5,18 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from monitoring.pages.figures import SITE_COLOURS, cut_names, draw, new_figure
+from monitoring.pages.figures import (
+    INK,
+    SITE_COLOURS,
+    cut_names,
+    draw,
+    new_figure,
+)
 from monitoring.pages.panels import Panel
 from monitoring.views.statistics_view import ColumnStatistics, RunStatistics
 
 MAX_HISTOGRAMS, MAX_CORRELATED, MAX_BARS = 24, 30, 20
+MAX_WITH_NUMBERS = 12
 
 
 def panels_of(found: RunStatistics) -> Sequence[Panel]:
@@ -64,11 +71,16 @@ def _correlations(found: RunStatistics) -> Figure:
     names = found.numbers
     figure, axes = new_figure(rows=len(names) + 1)
     values = [[0.0 if v is None else v for v in row] for row in found.correlations]
-    mesh = axes.pcolormesh(values, cmap="RdBu_r", vmin=-1, vmax=1)
+    axes.pcolormesh(values, cmap="RdBu_r", vmin=-1, vmax=1)
+    if len(names) <= MAX_WITH_NUMBERS:
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                ink = "white" if abs(value) > 0.6 else INK  # noqa: PLR2004 -- deep
+                place = (x + 0.5, y + 0.52)
+                axes.text(*place, f"{value:.2f}", color=ink, ha="center", va="center")
     middles = [at + 0.5 for at in range(len(names))]
     axes.set_yticks(middles, cut_names(names))
     axes.set_xticks(middles, cut_names(names, 14), rotation=40, ha="right")
     axes.invert_yaxis()
     axes.grid(visible=False)
-    figure.colorbar(mesh, ax=axes)
     return figure
