@@ -64,7 +64,7 @@ def test_page_follows_a_run_and_stops_it(tmp_path: Path) -> None:
             assert told["state"] == "live"
             assert browser.post(f"{browser.path}/stop").status_code == 303
             (place / "go").touch()
-            while told["state"] != "ended":
+            while told["state"] != "stopped":
                 told = next(changes)
     assert process.wait() == 128 + signal.SIGINT
     # The run may have begun one more round before the request came.
