@@ -1,8 +1,9 @@
 """Tables: columns of numbers and words with names, from CSV, Parquet or NumPy files."""
 
-import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from clients.preprocessing import preprocessing
 from federation.errors import MissingExtra, SiteError, os_errors
 
 Indices = NDArray[np.int64]
+# What errors of pyarrow say without a value of the file.
+_SAFE = re.compile(r"Expected \d+ columns, got \d+|Empty CSV file")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +85,11 @@ class Table:
             return inputs, None
         labels = self.labels()
         if labels is not None:
+            if isinstance(self.columns[self.target], Words) and (labels < 0).any():
+                raise SiteError(
+                    f"column {self.target!r}, the target, has missing values: leave "
+                    "out these rows"
+                )
             return inputs, torch.from_numpy(labels[indices])
         target = self.columns[self.target]
         return inputs, torch.from_numpy(np.asarray(target)[rows].astype(np.float32))
@@ -136,6 +144,9 @@ def table(
     categories: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[Table, Table]:
     """A table in a file: Parquet, CSV with a line of names, or NumPy.
+
+    Missing are nulls in Parquet, and in CSV fields that are empty or ``NA``, ``N/A``,
+    ``NaN``, ``null`` or the like, with or without quotes.
 
     Args:
         path: A ``.parquet``, ``.csv``, ``.npz`` or ``.npy`` file. Columns of an array
@@ -212,12 +223,14 @@ def _of_arrow(
         from pyarrow import csv, parquet  # noqa: PLC0415 -- an extra
     except ModuleNotFoundError as error:
         raise MissingExtra("pyarrow", "parquet") from error
-    fault = f"cannot read {file.name}"
-    try:
-        read = parquet.read_table if file.suffix == ".parquet" else csv.read_csv
-        loaded = read(os.fspath(file))
-    except (OSError, pa.ArrowInvalid) as error:
-        raise SiteError(f"{fault}: {error}", outside=fault) from error
+    if file.suffix == ".parquet":
+        read = partial(parquet.read_table, str(file))
+    else:
+        missing = csv.ConvertOptions(strings_can_be_null=True)
+        read = partial(csv.read_csv, str(file), convert_options=missing)
+    loaded = _read(file, read, (OSError, pa.ArrowInvalid))
+    if loaded.num_columns and not loaded.num_rows:
+        raise SiteError(f"{file.name} has no records")
     found: dict[str, Column] = {}
     for spec in loaded.schema:
         unit = (spec.metadata or {}).get(b"unit", b"").decode(errors="replace")
@@ -226,6 +239,22 @@ def _of_arrow(
         if column is not None:
             found[spec.name] = column
     return found, units
+
+
+def _read(
+    file: Path, read: Callable[[], Any], errors: tuple[type[Exception], ...]
+) -> Any:
+    """Read a file; errors quote none of its rows, neither does their cause."""
+    with os_errors(SiteError, f"read {file.name}", "see data.options.path"):
+        if not file.is_dir():  # One of Parquet may be a folder.
+            file.open("rb").close()
+    try:
+        return read()
+    except errors as error:
+        said = _SAFE.search(str(error))
+    why = said[0] if said else f"it is damaged, or no {file.suffix} file"
+    fault = f"cannot read {file.name}: {why}"
+    raise SiteError(f"{fault}; mend the file in data.options.path", outside=fault)
 
 
 def _of_column(pa: Any, column: Any, kind: Any) -> Column | None:

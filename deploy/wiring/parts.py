@@ -26,7 +26,7 @@ from clients.training.local_federation import Federation, SiteData
 from deploy.wiring import store_meters
 from deploy.wiring.job_data import load_data
 from deploy.wiring.store_meters import StoreMeters, User, Watch
-from federation.errors import JobError
+from federation.errors import JobError, SiteError
 from federation.events import DataDistributed, SiteShare
 from federation.ids import SiteId
 from federation.job.metrics import TRAINER
@@ -93,13 +93,21 @@ def deal_data(
     tokenizers: dict[str, Sequence[str]] = {}
     for index, site in enumerate(job.sites):
         if site.data is not None:
-            with noted_tokenizers() as tokenizers[site.name]:
-                own[SiteId(site.name)] = load_data(
-                    site.data.source,
-                    site.data.options,
-                    key=f"sites[{index}].data",
-                    watch=_watch(meters, store_meters.site(site)),
-                )
+            try:
+                with noted_tokenizers() as tokenizers[site.name]:
+                    own[SiteId(site.name)] = load_data(
+                        site.data.source,
+                        site.data.options,
+                        key=f"sites[{index}].data",
+                        watch=_watch(meters, store_meters.site(site)),
+                    )
+            except SiteError as error:
+                if type(error) is not SiteError:
+                    raise
+                place = f"site {site.name!r}: "
+                raise SiteError(
+                    f"{place}{error}", outside=place + error.outside
+                ) from error
             check_tokenizers(job, tokenizers[site.name], source=site.data.source)
     trained_here = [site for site in job.sites if site.flower_app is None]
     names = [

@@ -1,0 +1,60 @@
+"""Tables from files: what is missing, and how a file that cannot be read is named."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from clients.data.tables import Words, table
+from clients.user_code import last_frames
+from deploy.wiring.parts import deal_data
+from federation.errors import SiteError
+from federation.job import job_file
+
+CSV = 'age,city\n1,Ulm\n,NA\n3,\n4,""\n'
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_an_empty_field_is_missing_in_each_format(tmp_path: Path, suffix: str):
+    file = tmp_path / f"site.{suffix}"
+    if suffix == "csv":
+        file.write_text(CSV)
+    else:
+        cells = {"age": [1, None, 3, 4], "city": ["Ulm", None, None, None]}
+        parquet.write_table(pa.table(cells), file)
+    whole, _ = table(str(file), target="city")
+    city = whole.columns["city"]
+    assert isinstance(city, Words)
+    assert (city.codes.tolist(), city.values) == ([0, -1, -1, -1], ("Ulm",))
+    assert str(whole.columns["age"]) == "[ 1. nan  3.  4.]"
+    with pytest.raises(SiteError, match="'city', the target, has missing values"):
+        whole.batch(whole.index)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("north.csv", None, "cannot read north.csv: No such file"),
+        ("north.parquet", None, "cannot read north.parquet: No such file"),
+        ("north.csv", "a,b\n1,2\n707\n", "Expected 2 columns, got 1; mend"),
+        ("north.csv", "", "Empty CSV file; mend"),
+        ("north.csv", "a,b\n", "north.csv has no records"),
+        ("north.parquet", "707", "it is damaged, or no .parquet file; mend"),
+    ],
+)
+def test_a_fault_names_site_and_file_and_no_value(
+    tmp_path: Path, name: str, content: str | None, why: str
+):
+    file = tmp_path / name
+    if content is not None:
+        file.write_text(content)
+    data = {"source": "clients.data:table", "options": {"path": str(file)}}
+    sites = [{"name": "clinic", "data": data}, {"name": "other", "data": data}]
+    asked = {"columns": [{"names": ["a"], "low": 0.0, "high": 1.0}]}
+    job = job_file.parse({"name": "s", "statistics": asked, "sites": sites})
+    with pytest.raises(SiteError, match=f"^site 'clinic': .*{why}") as caught:
+        deal_data(job)
+    for said in (last_frames(caught.value), caught.value.outside):
+        assert "707" not in said
+        assert "pyarrow" not in said
