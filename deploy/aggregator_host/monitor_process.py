@@ -131,11 +131,16 @@ def _of_runs(
     for one in run_queue.handed_over(config.runs).runs:
         numbers = known.get(one.run.path.name)
         numbers = numbers or RunNumbers(job=one.run.path.parent.name)
-        status = "" if one.outcome is None else one.status
+        status, reason = ("", "") if one.outcome is None else (one.status, one.reason)
         # Whoever asks for alerts today need not hear of last year's runs.
         if not status or now < one.ended_at + RECENT_SECONDS:
             yield from alerts.of_run(
-                one.run.path.name, numbers, now, status=status, revoked=gone
+                one.run.path.name,
+                numbers,
+                now,
+                status=status,
+                reason=reason,
+                revoked=gone,
             )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from monitoring.units import format_duration, format_number
 from monitoring.views.round_view import RUNNING
+from monitoring.views.run_view import COMPLETED
 from monitoring.web.run_metrics import RunNumbers
 
 STALL_FACTOR, MIN_STALL_SECONDS = 3.0, 60.0
@@ -56,6 +57,7 @@ def of_run(
     now: float,
     *,
     status: str = "",
+    reason: str = "",
     revoked: Collection[str] = (),
 ) -> Iterator[Alert]:
     """Yield the alerts of a run.
@@ -66,16 +68,24 @@ def of_run(
         now: Seconds since 1970.
         status: How it ended, if that is known from elsewhere: a coordinator that was
             killed, or never began, writes no last event.
+        reason: Why, as far as that is known.
         revoked: Names of sites that were revoked: that they are silent is no news.
     """
     about = f"run {name} ({run.job})"
     status = status or run.status
     if status == "failed":
-        yield Alert(
-            key=f"{name}/failed",
-            text=f"{about} has failed. crossfed logs {name} says why; crossfed run JOB "
-            "--resume continues from its newest checkpoint.",
+        why = (
+            f": {reason.rstrip('.')}. "
+            if reason
+            else f". crossfed logs {name} says why. "
         )
+        advice = (
+            "crossfed run JOB --resume continues from its newest checkpoint."
+            if run.ended[COMPLETED]
+            else "It completed no round: fix that, and submit it again with crossfed "
+            "run JOB."
+        )
+        yield Alert(key=f"{name}/failed", text=f"{about} has failed{why}{advice}")
     yield from _of_budget(name, about, run)
     if status != RUNNING:
         return

@@ -106,10 +106,16 @@ def test_loss_that_rises_or_is_no_number() -> None:
     assert seen == [set()] * 4 + [rising, set(), nan, set()]
 
 
-def test_failed_run() -> None:
-    run = _run(_going())
-    (alert,) = alerts.of_run("r", run, START, status="failed")
+@pytest.mark.parametrize("has_round", [False, True])
+def test_failed_run(*, has_round: bool) -> None:
+    run = _run(_going() if has_round else [])
+    why = "site 'b' refused: its budget is spent"
+    (alert,) = alerts.of_run("r", run, START, status="failed", reason=why)
     assert alert.key == "r/failed"
+    assert f"has failed: {why}. " in alert.text
+    assert ("--resume" in alert.text) is has_round
+    assert ("completed no round" in alert.text) is not has_round
+    (alert,) = alerts.of_run("r", run, START, status="failed")
     assert "crossfed logs r" in alert.text
 
 
