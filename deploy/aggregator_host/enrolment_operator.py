@@ -7,6 +7,7 @@ free disk space: some is reserved (``disk_reserve``).
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from cloud_adapters.nginx import processes as proxy_processes
@@ -196,7 +197,7 @@ def invite(
             )
         expires = clock.now() + seconds
         found = Invitation(digest=token.digest, site=site, expires=expires, role=role)
-        _note(config, "site.invite", site, clock, role=role, until=expires)
+        _note(config, "site.invite", site, clock, role=role, until=_date(expires))
         book_file.write(book.with_invitation(found))
     return token
 
@@ -242,7 +243,7 @@ def invite_machine(
         before = book.bound_invitation(site)
         if before is not None and before.machine == machine:
             found = replace(before, expires=expires, role=role)
-        about = {"role": role, "until": expires, "machine": machine}
+        about = {"role": role, "until": _date(expires), "machine": machine}
         _note(config, "site.invite", site, clock, **about)
         book_file.write(book.with_bound(found))
     return token
@@ -385,6 +386,10 @@ def _unregister(gone: list[WithdrawnSite], unregister: Unregister) -> str | None
     except FederationError as error:
         return str(error)
     return None
+
+
+def _date(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _note(

@@ -113,13 +113,15 @@ def _audit_log(options: argparse.Namespace) -> int:
                 str(entry.number),
                 f"{datetime.fromtimestamp(entry.at, UTC):%Y-%m-%d %H:%M:%S}",
                 *(entry.who, entry.action, entry.subject),
-                ", ".join(f"{k} {v}" for k, v in entry.details.items()),
+                ", ".join(f"{k} {v}" for k, v in entry.details.items() if v),
             ]
             for entry in found.entries
         ]
         names = ["entry", "time (UTC)", "who", "action", "subject", "details"]
         say_table(names, rows, cut="details")
-        say(f"{len(found.entries)} entries, digest of the last: {found.head}")
+        good = f"digest of the last: {found.head}"
+        said = "the log is not as it was written" if faults else good
+        say(f"{len(found.entries)} entries, {said}")
     for fault in faults:
         tell(fault)
     return FAILED if faults else DONE

@@ -79,7 +79,9 @@ def test_a_cut_end_is_found_with_a_digest_that_others_know(
     shown, errors = capsys.readouterr()
     assert head in errors
     assert head in json.loads(shown[shown.index("{\n") :])["faults"][0]
+    capsys.readouterr()
     assert cli.main(["audit-log", str(path), "--known", head]) == 1
+    assert "not as it was written" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_torn_line_is_replaced_and_a_damaged_end_refused(tmp_path: Path):
@@ -162,6 +164,7 @@ def test_members_and_runs_are_on_record_at_both_ends(tmp_path: Path):
         ("site.revoke", user),
         ("roster.trust", user),
     ]
+    assert here.entries[0].details["until"].endswith(" UTC")
     there = audit_log.read(site.config.folder / audit_log.FILE)
     assert [entry.action for entry in there.entries] == ["site.enrol"]
 
