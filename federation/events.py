@@ -5,7 +5,7 @@ reads nothing else. Times are seconds since the epoch (``at``) or durations; siz
 bytes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 
@@ -83,6 +83,7 @@ class RunStarted(RunEvent):
         relayed: For each relay, its sites.
         subgroups: Names of the subgroups whose results are reported, in
             ``subgroup_NUMBER_count``, ``_loss`` and ``_correct``.
+        replicas: Groups of sites that hold the same data.
     """
 
     run_id: str
@@ -100,6 +101,18 @@ class RunStarted(RunEvent):
     relays: tuple[str, ...] = ()
     relayed: tuple[tuple[str, ...], ...] = ()
     subgroups: tuple[str, ...] = ()
+    replicas: tuple[tuple[str, ...], ...] = ()
+
+    def datasets(self, sites: Collection[str]) -> int:
+        """How many different datasets sites hold: replicas hold one."""
+        first = {site: group[0] for group in self.replicas for site in group}
+        return len({first.get(site, site) for site in sites})
+
+    def share(self, some: Collection[str], everyone: Collection[str]) -> str:
+        """What part of all data some sites cover; empty if they cover all."""
+        part, whole = self.datasets(some), self.datasets(everyone)
+        what = "different datasets" if self.replicas else "sites"
+        return f"{part:,} of {whole:,} {what}" if part < whole else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -512,6 +512,7 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
             relays=tuple(relay.name for relay in job.relays),
             relayed=tuple(relay.sites for relay in job.relays),
             subgroups=job.training.subgroups,
+            replicas=job.schedule.replicas,
         )
     )
     if state.members.away():

@@ -299,8 +299,8 @@ def _tiles(view: RunView, found: RunStatistics | None) -> Sequence[Tile]:
     after = "never evaluated"
     if last:
         after = f"after round {last.round_index}"
-        sites, everyone = len(last.sites), len(view.started.sites)
-        after += f", {sites:,} of {everyone:,} sites" if sites < everyone else ""
+        part = view.started.share(last.sites, view.started.sites)
+        after += f", {part}" if part else ""
     noisy = privacy_words.NOISY if loss is not None else ""
     noisy = noisy if privacy_words.has_noise(view.privacy) else ""
     noise = privacy_words.accuracy_noise(view.privacy, last)

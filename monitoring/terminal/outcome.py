@@ -138,7 +138,6 @@ def _on_what(view: RunView) -> str:
     last = view.last_evaluated
     if last is None:
         return "not evaluated"
-    sites, everyone = len(last.sites), len(view.started.sites)
-    whose = "all sites" if sites == everyone else f"{sites} of {everyone} sites"
+    whose = view.started.share(last.sites, view.started.sites) or "all sites"
     when = f"after round {last.round_index}, " if view.started.rounds else ""
     return f"{when}on held-out data of {whose}"

@@ -120,7 +120,7 @@ class PlainProgress(Closing):
         self._every = every
         self._is_language = self._is_secret = self._is_at_work = False
         self._rounds = self._steps = 0
-        self._num_sites = 0
+        self._started: RunStarted | None = None
         self._privacy: PrivacyPlanned | None = None
         self._groups: tuple[tuple[str, ...], ...] = ()  # As written last.
         self._waiting: list[RoundFinished | str] = []  # In the order of events.
@@ -165,7 +165,7 @@ class PlainProgress(Closing):
         ]
         self._is_language = event.task in LANGUAGE
         self._is_secret = event.secure_aggregation
-        self._rounds, self._num_sites = event.rounds, len(event.sites)
+        self._rounds, self._started = event.rounds, event
         verb = "resumes" if event.first_round > 1 else "starts"
         self._put(
             f"run {event.run_id} {verb}  {event.job_name}  "
@@ -215,7 +215,7 @@ class PlainProgress(Closing):
             verb = "declined" if event.kind in DECLINED else "failed"
             message = self._once(event)
             self._write(f"{verb} {place}  {event.kind}  {message}  {seconds}")
-        elif self._num_sites <= MAX_SITES_WITH_LINES:
+        elif self._started and len(self._started.sites) <= MAX_SITES_WITH_LINES:
             told = f"training loss {training_loss(event, self._is_secret)}"
             if self._privacy is not None:  # Then no loss of training leaves a site.
                 spent = event.spent.epsilon if event.spent else None
@@ -277,10 +277,14 @@ class PlainProgress(Closing):
             training = f"epsilon {format_epsilon(event.epsilon)}  "
         elif self._is_secret:  # Which the sites' lines cannot tell.
             training = f"training loss {format_number(loss_of(event.training))}  "
+        start, copies = self._started, ""
+        if start and start.replicas:
+            part = start.share(event.answered, event.asked)
+            copies = f" ({part or 'all data'})"
         self._put(
             f"round  {self._place(event.round_index)}  {status}"
             f"{training}{metrics}"
-            f"{len(event.answered)}/{len(event.asked)} sites  "
+            f"{len(event.answered)}/{len(event.asked)} sites{copies}  "
             f"up {format_bytes(event.bytes_up)}  "
             f"down {format_bytes(event.bytes_down)}  {format_duration(event.seconds)}"
         )
@@ -318,8 +322,9 @@ class PlainProgress(Closing):
             noise = privacy_words.accuracy_noise(self._privacy, event)
             text += "" if noise is None else f" +-{privacy_words.format_points(noise)}"
         # Losses over other sites are losses over other data: do not compare them.
-        if len(event.sites) < self._num_sites:
-            text += f" (at {len(event.sites)} of {self._num_sites} sites)"
+        start = self._started
+        part = start and start.share(event.sites, start.sites)
+        text += f" (at {part})" if part else ""
         return text
 
     def _place(self, round_index: int) -> str:

@@ -36,6 +36,7 @@ class RoundView:
         saved: Its checkpoint; None if that is not durable, or not yet.
         work: Its local steps, if the run chooses them; otherwise None.
         waited: For each site the site-seconds that others waited for it.
+        copies: How many sites of the cohort hold the data of another one of it.
     """
 
     index: int
@@ -48,6 +49,7 @@ class RoundView:
     saved: CheckpointSaved | None
     work: LocalWorkChosen | None = None
     waited: Mapping[str, float] = field(default_factory=dict)
+    copies: int = 0
 
     @property
     def status(self) -> str:
@@ -88,11 +90,11 @@ class RoundView:
 
     @property
     def num_unheard(self) -> int:
-        """Number of asked sites that the loss does not cover."""
+        """Number of asked sites whose data the loss does not cover."""
         if self.evaluated is None:
             return 0
         # The last model is evaluated by all sites, which may be more than a cohort.
-        return max(0, len(self.cohort) - len(self.evaluated.sites))
+        return max(0, len(self.cohort) - self.copies - len(self.evaluated.sites))
 
     @property
     def failures(self) -> dict[str, int]:

@@ -181,7 +181,8 @@ class RunFold:
         gone = ended[: -KEPT_ROUNDS if few else -1]
         if not gone:
             return
-        rows = tuple(_view(index, self._rounds.pop(index)) for index in gone)
+        start = self._started[-1]
+        rows = tuple(_view(each, self._rounds.pop(each), start) for each in gone)
         only = replace(
             self.view(),
             past=None,
@@ -256,8 +257,12 @@ class RunFold:
             finished=self._newest_of(RunFinished),
             seconds=self._seconds_before + self._seconds_now(),
             initial=self._rounds[0].evaluated if 0 in self._rounds else None,
-            rounds=tuple(_view(index, row) for index, row in known if row.ended),
-            current=_view(running, self._rounds[running])
+            rounds=tuple(
+                _view(index, row, self._started[-1])
+                for index, row in known
+                if row.ended
+            ),
+            current=_view(running, self._rounds[running], self._started[-1])
             if running and not self._rounds[running].ended
             else None,
             unevaluated=tuple(
@@ -365,7 +370,7 @@ class RunFold:
         return max(0.0, self._last_at - self._started[-1].at)
 
 
-def _view(index: int, known: _RoundNotes) -> RoundView:
+def _view(index: int, known: _RoundNotes, started: RunStarted) -> RoundView:
     began, ended = known.began, known.ended
     started_at, cohort = (0.0, ()) if began is None else (began.at, began.cohort)
     if began is None and ended is not None:
@@ -374,6 +379,7 @@ def _view(index: int, known: _RoundNotes) -> RoundView:
         index=index,
         started_at=started_at,
         cohort=cohort,
+        copies=len(cohort) - started.datasets(cohort),
         reports=tuple(known.reports),
         steps=tuple(known.steps),
         finished=ended,

@@ -1,5 +1,6 @@
 """Jobs for sites of different speed, in virtual time and in threads."""
 
+import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,8 @@ from federation.events import (
 )
 from federation.job.spec import JobSpec
 from federation.messages import FailureKind
+from monitoring.terminal.outcome import quality
+from monitoring.terminal.progress import PlainProgress
 from monitoring.views.run_fold import fold
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
 
@@ -96,6 +99,14 @@ def test_the_first_of_two_replicas_counts_and_the_other_is_withdrawn(engine: str
         answers = [a for a in of(SiteAnswered, events) if a.round_index == index]
         assert sum(answer.num_examples for answer in answers) == each, index
     assert "site-0" in rounds[1].answered
+    view, stream = fold(events), io.StringIO()
+    assert not any(row.num_unheard for row in view.rounds)
+    assert "held-out data of all sites" in dict(quality(view))["loss"]
+    show = PlainProgress(stream)
+    for event in events:
+        show(event)
+    assert " 3/4 sites (all data) " in stream.getvalue()
+    assert "of 4" not in stream.getvalue()
     *_, final = of(ModelEvaluated, events)
     assert final.pooled.count == sum(
         one.held_out_examples for site, one in held.items() if site != "site-0"
