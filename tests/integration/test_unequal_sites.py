@@ -101,7 +101,7 @@ def test_the_first_of_two_replicas_counts_and_the_other_is_withdrawn(engine: str
     assert "site-0" in rounds[1].answered
     view, stream = fold(events), io.StringIO()
     assert not any(row.num_unheard for row in view.rounds)
-    assert "held-out data of all sites" in dict(quality(view))["loss"]
+    assert "all sites" in dict(quality(view))["loss"]
     show = PlainProgress(stream)
     for event in events:
         show(event)
