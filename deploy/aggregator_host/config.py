@@ -255,6 +255,12 @@ def load(path: Path) -> AggregatorConfig:
     return AggregatorConfig(file=file, folder=path.parent)
 
 
+NO_PROXY = (
+    "proxy = false: before a site can enrol, a proxy of your own must be in front of "
+    "listen and service_port. docs/howto/two-machines.md says what it must do"
+)
+
+
 def check(file: AggregatorFile) -> None:
     """Refuse contradictory settings.
 

@@ -8,6 +8,7 @@ from clients.user_code import unable_to_exit
 from deploy.cli.arguments import load_job
 from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.exit_codes import DONE
+from federation.errors import JobError
 
 PAGE, RESULT = "baselines.html", "baselines.json"
 MOST_SITES = 6  # Columns of a terminal; page and JSON have all.
@@ -20,6 +21,11 @@ def _baselines(options: argparse.Namespace) -> int:
     from monitoring.pages.baselines_page import write_baselines  # noqa: PLC0415
 
     folder: Path = options.out or Path("baselines") / job.name
+    if (folder / RESULT).exists():
+        raise JobError(
+            f"{folder} has baselines of an earlier call: choose a new folder",
+            key="--out",
+        )
     seeds = range(job.seed, job.seed + options.seeds)
     with unable_to_exit():
         found = baselines(job, seeds=seeds, clock=options.clock, say=tell)

@@ -186,6 +186,8 @@ def _invite(options: argparse.Namespace) -> int:
             config, options.site, machine, seconds=seconds, **about
         )
     expires = clock.now() + seconds
+    if not config.file.proxy:
+        tell(aggregator_file.NO_PROXY)
     if options.json:
         facts = {"site": token.site, "token": token.text, "expires": _minute(expires)}
         say_json(facts)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from deploy.aggregator_host import new_aggregator  # noqa: PLC0415 -- --help
+    from deploy.aggregator_host import config, new_aggregator  # noqa: PLC0415 -- --help
 
     folder, hosts = options.folder, options.host or ["localhost"]
     made = new_aggregator.create(
@@ -33,6 +33,8 @@ def _init(options: argparse.Namespace) -> int:
         random_bytes=os.urandom,
         clock=options.clock,
     )
+    if options.no_proxy:
+        tell(config.NO_PROXY)
     if options.json:
         say_json({"folder": str(folder), **asdict(made)})
         return DONE

@@ -204,8 +204,8 @@ def lines(found: SiteStatus, now: float) -> Iterator[str]:
     if found.certificate_ends is not None:
         left = format_duration(max(0.0, found.certificate_ends - now))
         yield f"certificate: ends in {left}; the agent renews it before"
-    if found.epsilon_cap is not None:
-        spent = found.epsilon or 0.0
+    if found.epsilon_cap is not None and found.epsilon is not None:
+        spent = found.epsilon
         yield (
             f"all runs on {found.dataset!r}: epsilon {format_epsilon(spent)} of "
             f"{format_cap(found.epsilon_cap)} spent, "

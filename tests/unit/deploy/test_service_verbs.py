@@ -44,6 +44,17 @@ def test_host_with_a_port_makes_no_keys(
     assert not folder.exists()
 
 
+def test_without_nginx_both_commands_say_what_enrolment_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    made = ["aggregator", "init", str(tmp_path / "fed"), "--no-proxy"]
+    assert cli.main([*made, "--listen", "127.0.0.1:9093"]) == 0
+    assert "proxy of your own" in capsys.readouterr().err
+    invited = ["aggregator", "invite", "a", "--config"]
+    assert cli.main([*invited, str(tmp_path / "fed" / "aggregator.toml")]) == 0
+    assert "proxy of your own" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["identity.pem", "node.pem", "site.pem"])
 def test_key_that_is_open_to_others_is_not_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str

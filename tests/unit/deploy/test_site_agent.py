@@ -236,6 +236,7 @@ def test_operator_sees_what_runs_do_and_what_leaves(
     config = agent.config
     job = private_job(rounds=3)
     accepted(agent, members, job)
+    assert "all runs" not in str([*run_status.lines(run_status.status(config), 0.0)])
     (run,) = run_status.read(config)
     assert (run.state, run.answered, run.epsilon) == ("accepted", 0, None)
     answer = agent.answer(train_task(job))
