@@ -747,9 +747,11 @@ class SimulationSpec:
         vouch_for_sources: With differential privacy, accept sources that do not declare
             their preprocessing. Deployed sites use `data.preprocessing` of their own
             `site.toml` instead.
-        total_epsilon: Limit of the total epsilon of all private runs on the same data,
-            like `policy.total_epsilon` of a deployed site. Default: the total is
-            counted but not limited.
+        total_epsilon: Limit of the total epsilon of all private runs in the same parent
+            folder (`runs/NAME`) whose sites have the same names and `data.source`. A
+            job with another `name`, or a run elsewhere, begins from zero, also on the
+            same data: unlike `policy.total_epsilon` of a deployed site. Default: the
+            total is counted but not limited.
         live_metrics: Where the run writes its metrics after each round: `tensorboard`,
             `mlflow` or both, as `crossfed export-metrics` does.
     """
