@@ -138,17 +138,22 @@ def _merged(away: list[list[float]], first: float, last: float) -> list[list[flo
 def _events(path: Path) -> Iterator[tuple[str, str, int, float, float]]:
     """Yield place, node, type, begin and end of each event."""
     with os_errors(JobError, f"read {path}"), path.open(encoding="latin-1") as file:
-        names = [name.strip() for name in file.readline().lstrip("#").split("\t")]
+        lines, head, names = enumerate(file, start=1), 1, list[str]()
+        for number, line in lines:  # Comments may be before the line of names.
+            head = number
+            names = [name.strip() for name in line.lstrip("#").split("\t")]
+            if _NODE in names or not line.startswith("#"):
+                break
         stop = next((name for name in _ENDS if name in names), _ENDS[0])
         missing = [n for n in (_NODE, _TYPE, _BEGIN, stop) if n not in names]
         if missing:
             raise JobError(
-                f"{path}:1: has no column {missing[0]}: give event_trace.tab of the "
-                "Failure Trace Archive, with its first line",
+                f"{path}:{head}: has no column {missing[0]}: give event_trace.tab of "
+                "the Failure Trace Archive, with its line of names",
                 key=_TRACE,
             )
         places = [names.index(name) for name in (_NODE, _TYPE, _BEGIN, stop)]
-        for number, line in enumerate(file, start=2):
+        for number, line in lines:
             if not line.strip() or line.startswith("#"):
                 continue
             where, cells = f"{path}:{number}", [*map(str.strip, line.split("\t"))]

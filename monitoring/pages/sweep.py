@@ -125,6 +125,9 @@ def _traffic(sweep: _Sweep) -> Table:
             seconds += row.seconds or 0.0
             sent += row.bytes_up + row.bytes_down
             rows.append((name, row.index, seconds, sent))
+        whole = view.bytes_up + view.bytes_down
+        if whole > sent:  # Evaluations of their own, and what was sent before a resume.
+            rows.append((name, "rest", seconds, whole))
     return Table(columns=("run", "round", "seconds", "bytes"), rows=rows)
 
 
@@ -248,8 +251,9 @@ def _scatter(points: Sequence[tuple[float, float]], x: str, y: str) -> Figure:
 def _sensitivity(sweep: _Sweep) -> Table:
     """The loss by the value of each key: all else as in the baseline, if that exists.
 
-    The baseline is the run whose values most other runs have, too. A key that no run
-    changes alone (in a random search) has means over all runs with each value.
+    The baseline is the run whose values most other runs have, too; of several the
+    first. A key that no run changes alone (in a random search) has means over
+    all runs with each value.
     """
     names = [name for name in sweep.runs if sweep.loss(name) is not None]
     changed = _changed(sweep, names)
@@ -281,10 +285,10 @@ def _sensitivity(sweep: _Sweep) -> Table:
             if losses:
                 loss = statistics.fmean(losses)
                 how = "one at a time" if one else "mean over all runs"
-                row = (key, value, loss, len(losses), value == values[base], how)
-                rows.append(row)
+                is_base = value == values[base]
+                rows.append((key, value, loss, len(losses), is_base, how, names[base]))
     heads = ("key", "value", "held-out loss", "runs", "in the baseline", "method")
-    return Table(columns=heads, rows=rows)
+    return Table(columns=(*heads, "baseline"), rows=rows)
 
 
 def _changed(sweep: _Sweep, names: Sequence[str]) -> Mapping[str, Sequence[str]]:
@@ -377,7 +381,8 @@ def _draw_tornado(table: Table) -> Figure:
     losses = [row[2] for _, rows in keys for row in rows]
     room = 0.2 * (max(losses) - min(losses)) or 1.0
     axes.set_xlim(min(losses) - room, max(losses) + room)
-    label_axes(axes, "held-out loss; a mark is the baseline", "")
+    (base,) = cut_names([table.rows[0][6]], 24)
+    label_axes(axes, f"held-out loss; a mark is the baseline, {base}", "")
     return figure
 
 

@@ -128,6 +128,8 @@ def test_the_command_writes_a_page_and_json(
     document = json.loads(capsys.readouterr().out)
     assert Path(document.pop("page")).read_text().count("only site-1") == 2
     assert document == json.loads((tmp_path / "out/baselines.json").read_text())
+    assert cli.main([*words, "--set", "seed=2"]) == 2
+    assert "earlier call" in capsys.readouterr().err
 
 
 def test_pooled_data_are_read_in_the_order_asked_for():

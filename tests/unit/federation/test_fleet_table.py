@@ -89,6 +89,9 @@ def test_a_public_trace_says_when_sites_are_away(tmp_path: Path):
     (tmp_path / "event_trace.tab").unlink()
     assert job_file.parse(job_file.document(job)) == job
     assert traced(tmp_path, TRACE, sites=1).simulation.machines[0].away == one.away
+    trace = tmp_path / "event_trace.tab"
+    trace.write_text("# a comment\n" + trace.read_text())
+    assert job_file.load(tmp_path / "job.toml").simulation.machines[0].away == one.away
 
 
 def test_absences_repeat_with_the_trace():

@@ -76,8 +76,7 @@ def test_each_figure_has_its_data_beside_it(
     traffic = table(tmp_path / "communication-time.csv")
     view = RunFolder(folder / "trials" / "0000").view()
     rows = [row for row in traffic if row["run"].endswith("0000")]
-    sent = sum(row.bytes_up + row.bytes_down for row in view.rounds)
-    assert int(rows[-1]["bytes"]) == sent
+    assert int(rows[-1]["bytes"]) == view.bytes_up + view.bytes_down
     assert len(table(tmp_path / "epsilon-loss.csv")) == 2
     # The sensitivity is of runs that differ from most others in one key.
     rows = table(tmp_path / "sensitivity.csv")
@@ -90,6 +89,7 @@ def test_each_figure_has_its_data_beside_it(
     # A spreadsheet takes no value for a formula.
     assert found["training.word"] == [("base", 1.0), ("'=cmd|x", 1.5)]
     assert "privacy.unit" not in found, "it changes only with the target"
+    assert {row["baseline"][-4:] for row in rows} == {"0000"}
     methods = {row["key"]: row["method"] for row in rows}
     assert methods["training.lr"] == "one at a time"
 
