@@ -53,7 +53,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     folder = tmp_path_factory.mktemp("federation")
     with deployed(folder, POLICY, started=False, environment=_ANEW) as made:
         config = Path(made.config)
-        queue = "\n[queue]\nmax_runs = 2\nslice_seconds = 4.0\n"
+        queue = "\n[queue]\nmax_runs = 2\nslice_seconds = 2.0\n"
         queue += 'functions = ["support.slow_models:slow_network"]\n'
         config.write_text(config.read_text() + queue)
         made.end("aggregator")
@@ -128,7 +128,7 @@ def test_two_runs_are_at_work_at_once_and_a_third_waits(
     federation: Deployment, tmp_path: Path
 ):
     """Each has the model that it has alone, bit for bit."""
-    paths = [job(tmp_path, f"job{n}", seed=n, rounds=8) for n in (1, 2, 3)]
+    paths = [job(tmp_path, f"job{n}", seed=n, rounds=5) for n in (1, 2, 3)]
     one, two, three = (submit(federation, path) for path in paths)
     wait_for(lambda: len(rounds(one)) > 1 and len(rounds(two)) > 1, "both work")
     row = ps(federation)[three.name]
@@ -146,17 +146,17 @@ def test_a_higher_priority_takes_its_turn_after_a_round(
     federation: Deployment, tmp_path: Path
 ):
     """The run that makes way continues from its checkpoint, to the same model."""
-    low = [job(tmp_path, f"low{n}", rounds=30) for n in (1, 2)]
+    low = [job(tmp_path, f"low{n}", rounds=16) for n in (1, 2)]
     first, second = (submit(federation, path) for path in low)
     wait_for(lambda: len(rounds(first)) > 1 and len(rounds(second)) > 1, "they work")
-    urgent = submit(federation, job(tmp_path, "urgent", rounds=4), "--priority", "2")
+    urgent = submit(federation, job(tmp_path, "urgent", rounds=2), "--priority", "2")
     finished(urgent)
-    assert len(rounds(first)) < 30 or len(rounds(second)) < 30
+    assert len(rounds(first)) < 16 or len(rounds(second)) < 16
     finished(first, second)
     starts = [len(events(run, "RunStarted")) for run in (first, second)]
     assert sorted(starts) == [1, 2]
     for run, path in zip((first, second), low, strict=True):
-        assert len(rounds(run)) == 30
+        assert len(rounds(run)) == 16
         same_as_simulated(run, path)
 
 
@@ -164,7 +164,7 @@ def test_whatever_is_killed_with_two_runs_both_go_on(
     federation: Deployment, tmp_path: Path
 ):
     """The aggregator, and then a site."""
-    paths = [job(tmp_path, f"killed{n}", seed=n, rounds=12) for n in (1, 2)]
+    paths = [job(tmp_path, f"killed{n}", seed=n, rounds=8) for n in (1, 2)]
     runs = [submit(federation, path) for path in paths]
     wait_for(lambda: all(len(rounds(run)) > 2 for run in runs), "they work")
     federation.kill("aggregator")
