@@ -41,7 +41,7 @@ from typing import Any
 import machine
 import numpy as np
 
-from clients.privacy.masking import Masking
+from clients.privacy.ring_seal import RingRound
 from clients.training.local_federation import Federation
 from clients.training.site import Site, Work
 from cloud_adapters.local.inproc_grid import InProcessGrid
@@ -60,7 +60,7 @@ from federation.vectors import ByteVector, HeaderVector, Vector, norm
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.measurement import subtract_
 
-WorkOfSite = Callable[[Work, Masking], tuple[ByteVector, HeaderVector]]
+WorkOfSite = Callable[[RingRound], tuple[ByteVector, HeaderVector]]
 
 ATTACKS = ("none", "garbage", "noise", "flip", "push")
 
@@ -88,11 +88,10 @@ class Liar:
         self._update_d: Vector = np.empty(0, np.float32)
         self._honest_work = replace_work(site, self._work)
 
-    def _work(
-        self, work: Work, masking: Masking, *levels: Any
-    ) -> tuple[ByteVector, HeaderVector]:
-        honest = self._honest_work
-        words, header_h = honest(_watched(work, self._keep), masking, *levels)
+    def _work(self, round_: RingRound) -> tuple[ByteVector, HeaderVector]:
+        masking = round_.masking
+        round_.work = _watched(round_.work, self._keep)
+        words, header_h = self._honest_work(round_)
         if not words.size:
             return words, header_h
         if self._attack == "garbage":
@@ -214,10 +213,9 @@ def replace_work(site: Site, work: WorkOfSite) -> WorkOfSite:
 
 
 def _watch(site: Site, keep: Callable[[Vector], None]) -> None:
-    def work(
-        work: Work, masking: Masking, *levels: Any
-    ) -> tuple[ByteVector, HeaderVector]:
-        return honest(_watched(work, keep), masking, *levels)
+    def work(round_: RingRound) -> tuple[ByteVector, HeaderVector]:
+        round_.work = _watched(round_.work, keep)
+        return honest(round_)
 
     honest = replace_work(site, work)
 

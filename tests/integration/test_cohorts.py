@@ -452,9 +452,9 @@ def test_run_that_tolerates_dropouts_says_what_that_costs(tmp_path: Path):
     world.run(tolerant())
     kinds = [type(e) for e in world.seen]
     (warned,) = [e.message for e in world.seen if isinstance(e, events.Warned)]
-    assert "without up to 1 of 5 sites" in warned
+    assert "without up to 1 of their sites" in warned
     assert kinds.index(events.Warned) < kinds.index(events.RoundStarted)
-    assert sum("without up to 1 of 5 sites" in text for text in world.heard) == 5
+    assert sum("without up to 1 of their sites" in text for text in world.heard) == 5
 
 
 def test_different_steps_in_a_sum_need_each_operators_consent(tmp_path: Path):

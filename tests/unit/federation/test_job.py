@@ -16,6 +16,7 @@ from federation.job import (
     privacy_job,
     selection_job,
     spec as jobs,
+    statistics_job,
     storage_job,
 )
 from federation.job.job_keys import documented
@@ -566,6 +567,7 @@ def test_all_specs_are_found():
     """The walk over the tables reaches the deepest ones."""
     found = {cls.__name__ for cls in specs()}
     modules = (jobs, privacy_job, selection_job, storage_job, flower_app_job)
+    modules += (statistics_job,)
     names = {n: v for module in modules for n, v in vars(module).items()}
     there = {n for n, v in names.items() if dataclasses.is_dataclass(v)}
     assert found == there
