@@ -540,9 +540,9 @@ class ScheduleSpec:
     local_work: str = key(default="fixed", choices=("fixed", "auto"))
     max_local_steps: int | None = key(default=None, low=2)
     training_share: float = key(default=GOOD_SHARE, above=0.0, below=1.0)
-    open_to: tuple[str, ...] = ()
     memory_mib: int | None = key(default=None, low=1)
     gpu_memory_mib: int | None = key(default=None, low=1)
+    open_to: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
