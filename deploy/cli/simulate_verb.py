@@ -39,8 +39,11 @@ from federation.errors import (
 if TYPE_CHECKING:
     from federation.job.spec import JobSpec
     from monitoring.runs.run_result import RunResult
-    from monitoring.views.statistics_view import RunStatistics
+    from monitoring.views.statistics_view import ColumnStatistics, RunStatistics
     from monitoring.web.app import Shown
+
+
+_MOST_SHOWN, _COMPACT = 16, "see statistics.json and report.html"
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -76,23 +79,53 @@ def _stats(options: argparse.Namespace) -> int:
 
 
 def _print_statistics(found: "RunStatistics") -> None:
-    say(f"records     {found.records:,} of {found.sites} sites")
+    records = {"n": found.records, "n_noise": found.noise.get("counts")}
+    say(f"records     {_cell(records, 'n')} of {found.sites} sites")
     shown = ("name", "count", "missing", "mean", "deviation", "below", "above")
     quantiles = [k for row in found.rows for k in row if k.startswith("q")]
     names = [*shown, *dict.fromkeys(quantiles)]
-    say_table(names, [[_cell(row.get(n)) for n in names] for row in found.rows])
+    say_table(names, [[_cell(row, n) for n in names] for row in found.rows])
     for column in found.columns:
-        for name, size in (*column.categories.items(), ("(other)", column.other)):
-            if size is not None:
-                say(f"{column.name} = {name}: {size:,}")
+        _print_cells(column)
+    if len(found.numbers) > _MOST_SHOWN:
+        say(f"correlations: {_COMPACT}")
+    elif found.numbers:
+        say(f"correlations over {found.complete:,} records without a gap")
+        rows = zip(found.numbers, found.correlations, strict=True)
+        cells = [
+            [n, *("-" if r is None else f"{r:.2f}" for r in row)] for n, row in rows
+        ]
+        say_table(["", *found.numbers], cells)
+    if found.noise:
+        say("±           standard deviation of the noise; - is not known")
     if found.epsilon is not None:
         say(f"epsilon     {found.epsilon:.3g} at delta {found.delta:.1g}")
 
 
-def _cell(value: Any) -> str:
+def _print_cells(column: "ColumnStatistics") -> None:
+    """Print the categories of a column, or its histogram on one line."""
+    noise = {f"{kind}_noise": size for kind, size in column.noise.items()}
+    for name, size in column.sizes.items():
+        cell = _cell({"categories": size, **noise}, "categories")
+        say(f"{column.name} = {name}: {cell}")
+    if column.histogram:
+        sizes = [
+            _cell({"histogram": n, **noise}, "histogram") for n in column.histogram
+        ]
+        few = len(sizes) <= _MOST_SHOWN
+        bins = f"{len(sizes)} bins from {column.edges[0]:g} to {column.edges[-1]:g}"
+        say(f"{column.name}: {bins}: {', '.join(sizes) if few else _COMPACT}")
+
+
+def _cell(row: dict[str, Any], name: str) -> str:
+    """A figure, and the standard deviation of its noise if it has any."""
+    value, noise = row.get(name), row.get(f"{name}_noise")
+    if value is None:
+        return "-"
+    after = "" if noise is None else f" ±{noise:.3g}"
     if isinstance(value, float):
-        return f"{value:.6g}"
-    return "-" if value is None else f"{value:,}" if type(value) is int else str(value)
+        return f"{value:.6g}{after}"
+    return f"{value:,}{after}" if type(value) is int else str(value)
 
 
 def _run(options: argparse.Namespace, job: "JobSpec") -> int:

@@ -12,6 +12,7 @@ from federation.job.statistics_job import (
     CATEGORY,
     MAX_CATEGORIES,
     MAX_QUANTILES,
+    OTHER,
     ColumnSpec,
     StatisticsSpec,
 )
@@ -175,6 +176,7 @@ def _of_words(column: ColumnSpec) -> Mapping[str, object]:
         "possible: list the common ones, all others are counted "
         "together": len(listed) > MAX_CATEGORIES,
         "categories: lists one twice": len(set(listed)) < len(listed),
+        f"categories: {OTHER} is how results name all others": OTHER in listed,
         "low: categories have no bounds, bins and quantiles: remove them": column.low
         is not None
         or column.high is not None

@@ -6,11 +6,13 @@ of updates. Which sums these are is in ``statistics_table``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 from federation.job.job_keys import key
 
 MAX_BINS, MAX_CATEGORIES, MAX_QUANTILES = 4096, 4096, 32
 NUMBER, CATEGORY = "number", "category"
+OTHER = "(other)"  # How results name all categories that are not listed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +74,9 @@ class ColumnSpec:
 
 
 def equal_edges(low: float, high: float, bins: int) -> tuple[float, ...]:
-    """Edges of so many bins of equal width."""
-    inner = (low + (high - low) * (at / bins) for at in range(bins))
-    return (*inner, high)
+    """Edges of so many bins of equal width, each rounded once: 30 is not 29.99..."""
+    first, width = Fraction(low), (Fraction(high) - Fraction(low)) / bins
+    return (*(float(first + width * at) for at in range(bins)), high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,8 +58,9 @@ def _bars(column: ColumnStatistics) -> Figure:
         axes.set_ylabel("records")
         return figure
     names = sorted(column.categories, key=lambda n: -column.categories[n])[:MAX_BARS]
+    names += [name for name in column.sizes if name not in column.categories]
     figure, axes = new_figure(rows=len(names))
-    sizes = [column.categories[name] for name in names]
+    sizes = [column.sizes[name] for name in names]
     axes.barh(range(len(names)), sizes, color=SITE_COLOURS[0], height=0.6)
     axes.set_yticks(range(len(names)), cut_names(names))
     axes.invert_yaxis()

@@ -1,8 +1,9 @@
 """What a run of statistics found: moments, histograms and quantiles from its sums.
 
 Sums are whole numbers, so that moments are computed without rounding and rounded once
-at the end. With noise, counts may be negative and moments impossible: a count is then
-taken as 1, a variance as 0, a correlation as -1 or 1.
+at the end. With noise, counts may be negative and moments impossible: a variance that
+is not above 0 is not known (None), and a correlation is at most 1. The noise on what
+follows from several sums is that of its first-order (delta method) approximation.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import Any
 
 from federation.job.spec import JobSpec
 from federation.job.statistics_checks import table
-from federation.job.statistics_job import CATEGORY
+from federation.job.statistics_job import CATEGORY, OTHER
 from federation.job.statistics_table import (
     CATEGORIES,
     COARSE,
@@ -51,12 +52,13 @@ class ColumnStatistics:
         mean: Their mean.
         variance: Their variance, divided by the count less 1.
         deviation: Its square root.
-        mean_noise: Standard deviation of the noise on the mean; 0 without noise.
         edges: Edges of the histogram's bins.
         histogram: Records in each bin.
         quantiles: Value of each quantile.
         categories: Records of each category.
         other: Records of all other categories.
+        noise: Standard deviation of the noise on each kind of figure, by its name, in
+            records or the unit of the figure; empty without differential privacy.
     """
 
     name: str
@@ -70,12 +72,18 @@ class ColumnStatistics:
     mean: float | None = None
     variance: float | None = None
     deviation: float | None = None
-    mean_noise: float | None = None
     edges: tuple[float, ...] = ()
     histogram: tuple[int, ...] = ()
     quantiles: Mapping[str, float] = field(default_factory=dict)
     categories: Mapping[str, int] = field(default_factory=dict)
     other: int | None = None
+    noise: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Records of each category, and of all others as ``OTHER``."""
+        others = {} if self.other is None else {OTHER: self.other}
+        return {**self.categories, **others}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +96,12 @@ class RunStatistics:
         columns: In the order of the job.
         complete: Records without a missing number: those of the covariances.
         numbers: Columns of the covariances, in their order; empty if there are none.
-        covariances: Of each pair of columns, divided by the count less 1.
-        correlations: Likewise; None where a column is constant.
-        noise: Standard deviation of the noise on a count, by part of the table; empty
-            without differential privacy.
+        covariances: Of each pair of columns, divided by the count less 1; None where
+            noise leaves no positive variance.
+        correlations: Likewise; None also where a column is constant.
+        covariance_noise: Standard deviation of the noise on each covariance.
+        noise: Standard deviation of the noise on a number of records, by kind; empty
+            without differential privacy. Other figures: see ``ColumnStatistics``.
         epsilon: Largest epsilon that a site has spent; None likewise.
         delta: The delta that goes with it.
     """
@@ -101,7 +111,8 @@ class RunStatistics:
     columns: tuple[ColumnStatistics, ...]
     complete: int | None = None
     numbers: tuple[str, ...] = ()
-    covariances: tuple[tuple[float, ...], ...] = ()
+    covariances: tuple[tuple[float | None, ...], ...] = ()
+    covariance_noise: tuple[tuple[float, ...], ...] = ()
     correlations: tuple[tuple[float | None, ...], ...] = ()
     noise: Mapping[str, float] = field(default_factory=dict)
     epsilon: float | None = None
@@ -142,10 +153,11 @@ class RunStatistics:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """A row for each column, ready for ``pandas.DataFrame``."""
-        nested = ("edges", "histogram", "quantiles", "categories")
+        nested = ("edges", "histogram", "quantiles", "categories", "noise")
         return [
             {k: v for k, v in asdict(each).items() if k not in nested}
             | {f"q{q}": value for q, value in each.quantiles.items()}
+            | {f"{name}_noise": value for name, value in each.noise.items()}
             for each in self.columns
         ]
 
@@ -173,7 +185,7 @@ def statistics_of(job: JobSpec, table_d: Vector, view: RunView) -> RunStatistics
         records=sums[0][COUNTS][0],
         columns=tuple(map(reader.column, asked.columns)),
         **reader.matrices(),
-        noise={n: round(s, 6) for n, s in (noise[0] if noise else {}).items()},
+        noise=reader.noise_on_records(),
         epsilon=None if spent is None else spent.epsilon,
         delta=None if spent is None else spent.delta,
     )
@@ -228,9 +240,13 @@ class _Reader:
             "count": count,
             "missing": counts[0] - count,
         }
+        of_count = self._noise.get(COUNTS, 0.0)
+        noise = {"count": of_count, "missing": of_count * math.sqrt(2)}
         if spec.kind == CATEGORY:
             *cells, other = self._cells[name]
             listed = dict(zip(spec.categories, cells, strict=True))
+            noise["categories"] = self._noise.get(CATEGORIES, 0.0)
+            facts["noise"] = noise if self._noise else {}
             return ColumnStatistics(**facts, categories=listed, other=other)
         at, num = self._number[name], len(self._number)
         beyond = 2 + len(self._asked.columns) + at
@@ -238,25 +254,69 @@ class _Reader:
         middle, half = (Fraction(low) + Fraction(high)) / 2, _half(column)
         scale = 1 << self._asked.grid_bits
         total, square = self._sums[SUMS][at], self._sums[SQUARES][at]
-        whole, known = max(count, 1), count > 0 or not self._noise
+        whole = max(count, 1)
         centre = Fraction(total, scale * whole)
         spread = _variance(whole, total, total, square) / scale**2 * half**2
-        noise = self._noise.get(SUMS, 0.0) / scale
-        from_count = float(centre) * self._noise.get(COUNTS, 0.0)
-        has_mean = count > 0 or (known and self._noise)
-        deviation = math.sqrt(max(0.0, float(spread)))
+        variance = self._known(float(spread)) if count > 1 else None
+        of_sum, size = self._noise.get(SUMS, 0.0) / scale, float(half)
+        noise |= {"below": of_count, "above": of_count}
+        noise["sum"] = math.hypot(float(middle) * of_count, size * of_sum)
+        if count > 0:
+            noise["mean"] = math.hypot(of_sum, float(centre) * of_count) / whole * size
+        if variance:
+            noise["variance"] = size**2 * self._spread_noise(
+                whole, (total, total), square, SQUARES, is_one=True
+            )
+            noise["deviation"] = noise["variance"] / (2 * math.sqrt(variance))
+        if spec.bin_edges:
+            noise["histogram"] = self._noise.get(HISTOGRAMS, 0.0)
         return ColumnStatistics(
             **facts,
+            noise=noise if self._noise else {},
             below=counts[beyond],
             above=counts[beyond + num],
             sum=float(middle * count + half * Fraction(total, scale)),
-            mean=float(middle + half * centre) if has_mean else None,
-            variance=max(0.0, float(spread)) if count > 1 else None,
-            deviation=deviation if count > 1 else None,
-            mean_noise=math.hypot(noise, from_count) / whole * float(half),
+            mean=float(middle + half * centre) if count > 0 else None,
+            variance=variance,
+            deviation=None if variance is None else math.sqrt(variance),
             edges=spec.bin_edges,
             histogram=self._bins[name],
             quantiles=self._quantiles.get(name, {}),
+        )
+
+    def noise_on_records(self) -> Mapping[str, float]:
+        """Standard deviation of the noise on each kind of number of records."""
+        kinds = (COUNTS, HISTOGRAMS, CATEGORIES, QUANTILES)
+        return {k: round(self._noise[k], 6) for k in kinds if k in self._noise}
+
+    def _known(self, variance: float) -> float | None:
+        """A variance; None if noise has made it impossible."""
+        return None if self._noise and variance <= 0 else variance
+
+    def _spread_noise(
+        self,
+        count: int,
+        sums: tuple[int, int],
+        product: int,
+        part: str,
+        *,
+        is_one: bool,
+    ) -> float:
+        """Noise on a (co)variance, in squares of half the range.
+
+        From the derivatives of ``Q/n - S T / n^2`` by Q, S, T and n, whose noise is
+        independent; in a variance, S and T are one sum.
+        """
+        scale = 1 << self._asked.grid_bits
+        first, second = (float(Fraction(each, scale * count)) for each in sums)
+        mixed = float(Fraction(product, scale**2 * count)) - 2 * first * second
+        of_sum = self._noise.get(SUMS, 0.0) / scale
+        terms = [first * of_sum, second * of_sum]
+        if is_one:
+            terms = [sum(terms)]
+        of_product = self._noise.get(part, 0.0) / scale**2
+        return math.hypot(of_product, *terms, mixed * self._noise.get(COUNTS, 0.0)) / (
+            count
         )
 
     def matrices(self) -> dict[str, Any]:
@@ -266,22 +326,31 @@ class _Reader:
         numbers, scale = self._asked.numbers, 1 << self._asked.grid_bits
         num, complete = len(numbers), self._sums[COUNTS][1]
         sums, products = self._sums[SUMS][num:], iter(self._sums[PRODUCTS])
-        halves = [_half(c) for c in numbers]
-        found = [[0.0] * num for _ in numbers]
+        halves, whole = [_half(c) for c in numbers], max(complete, 1)
+        found, noise = ([[0.0] * num for _ in numbers] for _ in range(2))
         for i in range(num):
             for j in range(i, num):
-                value = _variance(max(complete, 1), sums[i], sums[j], next(products))
-                value = value / scale**2 * halves[i] * halves[j]
+                product, units = next(products), halves[i] * halves[j]
+                value = _variance(whole, sums[i], sums[j], product) / scale**2 * units
                 found[i][j] = found[j][i] = float(value)
+                noise[i][j] = noise[j][i] = float(units) * self._spread_noise(
+                    whole, (sums[i], sums[j]), product, PRODUCTS, is_one=i == j
+                )
         roots = [math.sqrt(max(0.0, found[i][i])) for i in range(num)]
         ratios = [
             [_correlation(found[i][j], roots[i] * roots[j]) for j in range(num)]
             for i in range(num)
         ]
+        is_known = [self._known(found[i][i]) is not None for i in range(num)]
+        known = [
+            [v if is_known[i] and is_known[j] else None for j, v in enumerate(row)]
+            for i, row in enumerate(found)
+        ]
         return {
             "complete": complete,
             "numbers": tuple(c.name for c in numbers),
-            "covariances": tuple(map(tuple, found)),
+            "covariances": tuple(map(tuple, known)),
+            "covariance_noise": tuple(map(tuple, noise)) if self._noise else (),
             "correlations": tuple(map(tuple, ratios)),
         }
 

@@ -128,8 +128,7 @@ def test_noised_sums_are_charged_once_for_each_round(folder: Path, tmp_path: Pat
     for column, mean in (("age", 49.5), ("sodium", 140.0)):
         row = next(r for r in found.columns if r.name == column)
         assert row.mean is not None
-        assert row.mean_noise is not None
-        assert abs(row.mean - mean) < 6 * row.mean_noise + 5
+        assert abs(row.mean - mean) < 6 * row.noise["mean"] + 5
     with pytest.raises(Exception, match="total_epsilon"):
         simulate(spec, folder=tmp_path / "a" / "second")
 
@@ -203,8 +202,12 @@ def test_the_verb_prints_and_keeps_what_a_run_found(
     shown = capsys.readouterr().out
     assert "age" in shown
     assert "sex = m" in shown
+    assert "age: 11 bins from 0 to 110: " in shown
+    assert "correlations over" in shown
+    assert "±" not in shown
     page = (Path(document["folder"]) / "report.html").read_text()
     assert "sodium" in page
+    assert page.count("(other)") >= 2  # In the table, and beside a bar.
     assert "figure-column-0" in page
     assert "figure-correlations" in page
     Path("plain.toml").write_text('name = "x"\n')

@@ -79,6 +79,7 @@ def test_a_job_of_statistics_reads_back_what_it_wrote():
             "5,000.*4,096.*counted together",
         ),
         ({"categories": ["a"]}, "low", "no bounds"),
+        ({"categories": ["(other)"]}, "categories", "all others"),
         ({"bins": 4096, "names": [f"c{n}" for n in range(60)]}, "statistics", "fewer"),
     ],
 )
