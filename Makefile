@@ -53,7 +53,7 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	$(call install,.)
 
 $(READY): pyproject.toml constraints.txt
-	$(call install,'.[aws$(,)flower$(,)gcp$(,)gguf$(,)huggingface$(,)kubernetes$(,)mlflow$(,)onnx$(,)parquet$(,)tune]' --group dev)
+	$(call install,'.[aws$(,)flower$(,)gcp$(,)gguf$(,)huggingface$(,)kubernetes$(,)mlflow$(,)onnx$(,)parquet$(,)traces$(,)tune]' --group dev)
 
 DEMO := $(BIN)/crossfed simulate jobs/quickstart.toml
 
