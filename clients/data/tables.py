@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -197,8 +198,8 @@ def _coded(
 
 
 def _of_numpy(file: Path) -> dict[str, Column]:
-    with os_errors(SiteError, f"read {file.name}"):
-        loaded = np.load(file, allow_pickle=False)
+    read = partial(np.load, file, allow_pickle=False)
+    loaded = _read(file, read, (OSError, ValueError, EOFError, BadZipFile))
     if isinstance(loaded, np.ndarray):
         loaded = {"": loaded}
     found: dict[str, Column] = {}
@@ -228,7 +229,7 @@ def _of_arrow(
     else:
         missing = csv.ConvertOptions(strings_can_be_null=True)
         read = partial(csv.read_csv, str(file), convert_options=missing)
-    loaded = _read(file, read, (OSError, pa.ArrowInvalid))
+    loaded = _read(file, read, (OSError, pa.ArrowException))
     if loaded.num_columns and not loaded.num_rows:
         raise SiteError(f"{file.name} has no records")
     found: dict[str, Column] = {}

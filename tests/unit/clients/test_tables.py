@@ -41,6 +41,7 @@ def test_an_empty_field_is_missing_in_each_format(tmp_path: Path, suffix: str):
         ("north.csv", "", "Empty CSV file; mend"),
         ("north.csv", "a,b\n", "north.csv has no records"),
         ("north.parquet", "707", "it is damaged, or no .parquet file; mend"),
+        ("north.npz", "707", "it is damaged, or no .npz file; mend"),
     ],
 )
 def test_a_fault_names_site_and_file_and_no_value(
