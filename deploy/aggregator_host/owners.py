@@ -14,17 +14,13 @@ from pathlib import Path
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.aggregator_host.run_queue import OPERATOR
 from federation import durable_files, folder_lock
-from federation.errors import FederationError, JobError
+from federation.errors import JobError
 from federation.job.spec import JobSpec
 from federation.typed_json import encode
 from privacy.membership.token import digest_of
 from privacy.secret_files import replace_private
 
 FILE = "owners.json"
-
-
-class OwnerRefused(FederationError):
-    """An owner may not have this run, or is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
