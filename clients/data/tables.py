@@ -117,11 +117,21 @@ class Table:
 
     @property
     def persons(self) -> NDArray[Any] | None:
-        """Whose record each row is: the column ``person_id``."""
+        """Whose record each row is: the column ``person_id``.
+
+        Raises:
+            SiteError: Somebody is unknown, who may be one of the others.
+        """
         found = self.columns.get("person_id")
         if found is None:
             return None
-        return (found.codes if isinstance(found, Words) else found)[self.index]
+        codes = (found.codes if isinstance(found, Words) else found)[self.index]
+        if isinstance(found, Words) and (codes < 0).any():
+            raise SiteError(
+                "column 'person_id' has missing values: drop records whose person is "
+                "unknown"
+            )
+        return codes
 
     def subset(self, indices: Indices) -> "Table":
         """A view of some rows."""

@@ -32,6 +32,18 @@ def test_an_empty_field_is_missing_in_each_format(tmp_path: Path, suffix: str):
         whole.batch(whole.index)
 
 
+def test_records_of_unknown_persons_are_nobody_elses(tmp_path: Path):
+    """One of them may be a person that other records name."""
+    file = tmp_path / "site.csv"
+    file.write_text("age,person_id\n1,ann\n2,\n3,bob\n4,\n")
+    whole, _ = table(str(file))
+    with pytest.raises(SiteError, match=r"'person_id'.* drop records"):
+        _ = whole.persons
+    known = whole.subset(whole.index[::2]).persons
+    assert known is not None
+    assert len(known) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
