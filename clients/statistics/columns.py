@@ -65,7 +65,14 @@ def read(table: Table, data: Dataset, site: SiteId, warn: Warn) -> SiteColumns:
         fault = _fault(column, known, units.get(name, ""))
         if fault:
             faults.append(f"{fault} ({column.place})")
-        elif column.spec.kind == NUMBER:
+            continue
+        if column.spec.unit and not units.get(name):
+            warn(
+                f"site {site!r}: the job asks for column {name!r} in "
+                f"{column.spec.unit!r:.40}, and this site's data state no unit: check "
+                "it, and state it in the options of the data source (units)"
+            )
+        if column.spec.kind == NUMBER:
             numbers[name] = np.asarray(known[name])
             _look_at_bounds(column, numbers[name], site, warn)
         else:

@@ -8,6 +8,7 @@ from federation.epsilon_text import format_cap, format_epsilon
 from federation.events import SitePrivacy
 from federation.ids import RunId
 from federation.job.spec import JobSpec
+from federation.job.statistics_checks import planned_rounds
 from federation.messages import (
     MaskedUpdate,
     PrivacySpent,
@@ -65,7 +66,7 @@ class RunLines:
             protection = f"{at_most} with delta {delta:.1e}"
         secret = self.job.privacy.secure_aggregation.enabled
         self.listener(
-            f"accepts run {self.run_id}: job {self.job.name!r}, {self.job.rounds} "
+            f"accepts run {self.run_id}: job {self.job.name!r}, {self._planned} "
             f"rounds, {protection}, {'' if secret else 'no '}secure aggregation; "
             f"{self.data}; waits for the other sites"
         )
@@ -95,8 +96,10 @@ class RunLines:
     def leave(self, *, has_ended: bool = False) -> None:
         """Say that the site leaves a run that may go on, or that has ended early."""
         if has_ended:
-            begun = self._has_begun
-            self._end("ended before its last round" if begun else "did not start")
+            how = "ended before its last round" if self._has_begun else "did not start"
+            # Spare rounds of statistics are for lost ones.
+            whole = self.job.statistics and len(self._rounds) == self._planned
+            self._end("is over" if whole else how)
         elif self._has_begun:
             self._end("is left, and may continue without this site")
         else:
@@ -119,9 +122,16 @@ class RunLines:
         self.audit(how, len(self._rounds))
         last = f", the last one {max(self._rounds)}" if self._rounds else ""
         self.listener(
-            f"run {self.run_id} {how}: job {self.job.name!r}, {self.job.rounds} "
+            f"run {self.run_id} {how}: job {self.job.name!r}, {self._planned} "
             f"rounds, {len(self._rounds)} answered by this process{last}{spent}"
         )
+
+    @property
+    def _planned(self) -> int:
+        """Rounds of the job; of statistics, spare ones only as far as they were."""
+        if self.job.statistics is None:
+            return self.job.rounds
+        return max(planned_rounds(self.job), len(self._rounds))
 
     def _save(self, state: str) -> None:
         promise, spent = self.promise, self._spent
@@ -130,7 +140,7 @@ class RunLines:
                 run_id=self.run_id,
                 job=self.job.name,
                 state=state,
-                rounds=self.job.rounds,
+                rounds=self._planned,
                 answered=len(self._rounds),
                 last_round=max(self._rounds, default=0),
                 at=self.clock.now(),

@@ -7,14 +7,15 @@ live in one process. From the rehearsed contract follows what a run will send.
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from clients.privacy.cohorts import CohortRule
+from clients.privacy.cohorts import CohortRule, singled_out
 from clients.privacy.groups import GroupRule, group_rule
 from clients.privacy.level_seal import seal_of
+from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.ring_seal import Protection
 from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
 from clients.privacy.site_plans import PrivateSites
@@ -251,6 +252,40 @@ def dropout_notice(job: JobSpec) -> str:
         "reveal something about the absent sites' updates and results: each site's "
         "operator must accept that (policy.accept_dropouts), unless at least "
         "policy.min_group sites are absent together"
+    )
+
+
+def cohort_notice(job: JobSpec, before: Iterable[JobSpec]) -> str:
+    """Say what deployed sites would refuse: exact statistics that differ by few sites.
+
+    Args:
+        job: What is about to run.
+        before: The jobs of statistics that were simulated before.
+
+    Returns:
+        A warning; empty if there is nothing to warn of.
+    """
+
+    def cohorts(each: JobSpec) -> set[frozenset[SiteId]]:
+        exact = not each.privacy.differential_privacy.enabled
+        is_sum = each.statistics is not None and each.privacy.secure_aggregation.enabled
+        return (
+            {frozenset(SiteId(s.name) for s in each.sites)} if exact & is_sum else set()
+        )
+
+    known = (
+        set[frozenset[SiteId]]().union(*map(cohorts, before)) if cohorts(job) else ()
+    )
+    smallest = PolicySpec(privacy="none").smallest_group(job.smallest_cohort)
+    found = singled_out({*known, *cohorts(job)}, smallest=smallest)
+    if not found:
+        return ""
+    few = " and ".join(", ".join(sorted(group)) for group in found)
+    return (
+        f"the exact sums of this run and of earlier runs here differ by {few}: "
+        "subtracting one from the other gives the sums of those sites. Deployed sites "
+        "would refuse this run (policy.min_group), if their data are the same: ask the "
+        "same sites as before, or use privacy.differential_privacy"
     )
 
 

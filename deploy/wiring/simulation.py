@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from deploy.wiring import (
 )
 from deploy.wiring.rehearsal import (
     Rehearsal,
+    cohort_notice,
     dropout_notice,
     predicted,
     rehearse,
@@ -40,6 +41,7 @@ from deploy.wiring.store_meters import StoreMeters
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import (
     CorruptObject,
+    FederationError,
     JobError,
     QuorumNotMet,
     RunConflict,
@@ -59,7 +61,7 @@ from federation.protocols import (
 )
 from federation.resources import CLOCK, THREAD
 from federation.rounds.local_work import is_auto, leaves_steps_open, moves_data
-from monitoring.runs.find import runs_root
+from monitoring.runs.find import find_runs, runs_root
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult, result_of
 
@@ -387,6 +389,7 @@ class _Simulation:
         notes = {note_on_persons(self._job, train) for train in trained}
         surrogate = self._job.simulation.training == SURROGATE
         notes |= {NOTICE} if surrogate else set()
+        notes.add(cohort_notice(self._job, self._asked_before()))
         for text in (dropout_notice(self._job), notice(self._job), *sorted(notes)):
             if text:
                 yield Warned(at=self._clock.now(), message=text)
@@ -397,6 +400,17 @@ class _Simulation:
         traffic = traffic_of(self._federation, contract, measured=not virtual)
         if traffic is not None:
             yield predicted(traffic, at=self._clock.now(), virtual=virtual)
+
+    def _asked_before(self) -> Iterator[JobSpec]:
+        """Jobs of the other runs of statistics in the folder of all runs."""
+        if self._job.statistics is None or self._run is None:
+            return
+        root = self._run.path.resolve().parent
+        root = root.parent if root.name == self._job.name else root
+        for run in find_runs(root):
+            with suppress(FederationError):  # Of another version, perhaps.
+                if run.statistics.is_file():
+                    yield job_file.loads(run.read_job())
 
     def _drive(self) -> RunState:
         """Run the round loop over the chosen engine."""

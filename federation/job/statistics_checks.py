@@ -40,6 +40,11 @@ def table(job: JobSpec) -> Table:
     return table_of(job.statistics, len(job.sites), noised=noised)
 
 
+def planned_rounds(job: JobSpec) -> int:
+    """Rounds of a job in which none is lost."""
+    return job.rounds if job.statistics is None else len(table(job).stages)
+
+
 def filled(document: Mapping[str, Any], spec: StatisticsSpec) -> dict[str, Any]:
     """Fill in what follows from the statistics that a job's document asks for.
 

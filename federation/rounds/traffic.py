@@ -23,6 +23,7 @@ from federation.job.adapter_ranks import links_of, ranks_of
 from federation.job.kept_state import keepers
 from federation.job.metrics import Metric, metrics_of, reported_of
 from federation.job.spec import JobSpec, RelaySpec, TrainingSpec
+from federation.job.statistics_checks import planned_rounds
 from federation.messages import (
     LedgerAnchor,
     MaskedUpdate,
@@ -316,7 +317,7 @@ class Traffic:
         job = self.job
         first_like: dict[tuple[object, ...], int] = {}
         times: dict[int, int] = {}
-        for index in range(1, job.rounds + 1 + (job.evaluation.every > 0)):
+        for index in range(1, planned_rounds(job) + 1 + (job.evaluation.every > 0)):
             likeness = (
                 index == 1,
                 self._exchanged(index),
@@ -485,7 +486,9 @@ class Traffic:
             integers_m=_nothing(self.layout.num_integers, "i8"),
             num_examples=0 if private else facts.train,
             num_steps=trained if end else 1,
-            training=None if private else _sums(metrics_of(training), trained, end),
+            training=None
+            if private or self.job.statistics
+            else _sums(metrics_of(training), trained, end),
             evaluation=held_out if before else None,
             evaluation_after=held_out if after else None,
             phases=self._phases((*names, "prepare"), end),

@@ -92,7 +92,9 @@ def draw_all(view: RunView, names: Collection[str] = ()) -> Mapping[str, str]:
         {
             name: make
             for name, make in drawings.items()
-            if not name.startswith(hidden) and (not names or name in names)
+            if not name.startswith(hidden)
+            and (not names or name in names)
+            and (view.trains or name != "update-norm")
         }
     )
 

@@ -290,7 +290,8 @@ def _privacy_tiles(view: RunView) -> Sequence[Tile]:
     of_cap = privacy_words.epsilon_of_cap(
         total.epsilon if total else None, planned, by_results=view.by_results
     )
-    return Tile("Epsilon", of_cap, f"{delta}{privacy_words.terms(planned)}"), held_out
+    tile = Tile("Epsilon", of_cap, f"{delta}{privacy_words.terms(planned)}")
+    return (tile, held_out) if view.trains else (tile,)
 
 
 def _tiles(view: RunView, found: RunStatistics | None) -> Sequence[Tile]:
@@ -321,9 +322,12 @@ def _tiles(view: RunView, found: RunStatistics | None) -> Sequence[Tile]:
     failures = units.format_count(view.totals.num_failures, "failure")
     resumes = units.format_count(view.coordinators - 1, "resume")
     traffic = units.format_bytes(view.bytes_up + view.bytes_down)
-    rounds = f"{view.rounds_completed} of {view.started.rounds}"
+    rounds = Tile("Rounds", f"{view.rounds_completed}", "that added up the sums")
     ends = ", ".join(str(event.last_round) for event in view.extended)
     extended = f"; extended after round {ends}" if ends else ""
+    if view.trains:
+        done = f"{view.rounds_completed} of {view.started.rounds}"
+        rounds = Tile("Rounds", done, f"that changed the model{extended}")
     time_note = "virtual, " if view.started.engine == VIRTUAL else ""
     time_note += resumes if view.coordinators > 1 else "without a restart"
     after += "" if loss_noise is None else f", with noise of {loss_noise:.2g}"
@@ -337,7 +341,7 @@ def _tiles(view: RunView, found: RunStatistics | None) -> Sequence[Tile]:
         results,
         *(own or (quality,)),
         *_privacy_tiles(view),
-        Tile("Rounds", rounds, f"that changed the model{extended}"),
+        rounds,
         Tile("Sites", f"{len(view.started.sites):,}", failures),
         Tile("Traffic", traffic, f"{up} up, {down} down"),
         Tile("Time", units.format_duration(view.seconds), time_note),

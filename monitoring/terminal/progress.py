@@ -27,7 +27,7 @@ from federation.events import (
     Warned,
     recalled,
 )
-from federation.job.metrics import LANGUAGE
+from federation.job.metrics import LANGUAGE, STATISTICS
 from federation.messages import FailureKind
 from federation.protocols import Closing
 from monitoring import privacy_words
@@ -164,14 +164,16 @@ class PlainProgress(Closing):
             if isinstance(each, str) or each.round_index < event.first_round
         ]
         self._is_language = event.task in LANGUAGE
+        self._trains = event.task != STATISTICS
+        size = f"  {format_count(event.parameters, 'parameter')}"
         self._is_secret = event.secure_aggregation
         self._rounds, self._started = event.rounds, event
         verb = "resumes" if event.first_round > 1 else "starts"
         self._put(
             f"run {event.run_id} {verb}  {event.job_name}  "
+            f"{'' if self._trains else 'at most '}"
             f"{format_count(event.rounds, 'round')}  "
-            f"{format_count(len(event.sites), 'site')}  "
-            f"{format_count(event.parameters, 'parameter')}"
+            f"{format_count(len(event.sites), 'site')}{size if self._trains else ''}"
             f"{f' ({event.frozen:,} more frozen)' if event.frozen else ''}"
             f"{'  secure aggregation' if self._is_secret else ''}"
             f"{f'  from {event.weights}' if event.weights else ''}"
@@ -216,7 +218,9 @@ class PlainProgress(Closing):
             message = self._once(event)
             self._write(f"{verb} {place}  {event.kind}  {message}  {seconds}")
         elif self._started and len(self._started.sites) <= MAX_SITES_WITH_LINES:
-            told = f"training loss {training_loss(event, self._is_secret)}"
+            told = "statistics"
+            if self._trains:
+                told = f"training loss {training_loss(event, self._is_secret)}"
             if self._privacy is not None:  # Then no loss of training leaves a site.
                 spent = event.spent.epsilon if event.spent else None
                 told = f"epsilon {format_epsilon(spent)}"
@@ -268,14 +272,15 @@ class PlainProgress(Closing):
     def _write_round(self, event: RoundFinished) -> None:
         evaluated = self._evaluated.pop(event.round_index, None)
         # A lost round leaves the model of the one before, with its results.
-        has_result = event.status == COMPLETED or evaluated is not None
+        has_result = self._trains and event.status == COMPLETED
+        has_result = has_result or evaluated is not None
         metrics = f"{self._metrics(evaluated)}  " if has_result else ""
         status = "" if event.status == COMPLETED else f"{event.status}  "
         training = ""
         if self._privacy is not None:
             # Its terms were shown at the start of the run.
             training = f"epsilon {format_epsilon(event.epsilon)}  "
-        elif self._is_secret:  # Which the sites' lines cannot tell.
+        elif self._is_secret and self._trains:  # Which the sites' lines cannot tell.
             training = f"training loss {format_number(loss_of(event.training))}  "
         start, copies = self._started, ""
         if start and start.replicas:

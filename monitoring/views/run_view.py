@@ -30,7 +30,7 @@ from federation.events import (
     StoreUsed,
     Warned,
 )
-from federation.job.metrics import CONFUSION, ENTROPIES, LANGUAGE
+from federation.job.metrics import CONFUSION, ENTROPIES, LANGUAGE, STATISTICS
 from federation.messages import MetricSums, PrivacySpent
 from monitoring.views import run_totals
 from monitoring.views.participation import Participation, surplus
@@ -188,6 +188,11 @@ class RunView:
     def clip_adapts(self) -> bool:
         """Whether the clip norm differs between rounds."""
         return len(self.totals.clips) > 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a model: statistics have none."""
+        return self.started.task != STATISTICS
 
     @property
     def is_language(self) -> bool:

@@ -552,6 +552,20 @@ def test_numbers_on_the_grid_leave_mean_results_as_they_are(threshold: int):
                 assert mine.count == theirs.count
 
 
+def test_statistics_over_sites_that_differ_by_one_are_refused(tmp_path: Path):
+    """Whatever they ask: the difference of two counts would be that of one site."""
+    sites = job_file.document(job_of(SITES[:5]))["sites"]
+    data = job_file.document(job_of(SITES[:5]))["data"]
+    column = {"names": ["0"], "low": -9.0, "high": 9.0}
+    secure = {"secure_aggregation": {"enabled": True}}
+    asked = {"name": "s", "data": data, "privacy": secure, "sites": sites}
+    world = World(tmp_path, {"statistics": {"min_count": 1, "exact_questions": 2}})
+    world.run(job_file.parse(asked | {"statistics": {"columns": [column]}}))
+    asked |= {"sites": sites[:4], "statistics": {"columns": [column | {"bins": 3}]}}
+    with pytest.raises(SiteError, match=r"would single out site-4.*policy\.min_group"):
+        world.run(job_file.parse(asked))
+
+
 def test_evaluations_over_sites_that_differ_by_one_are_refused(tmp_path: Path):
     """The difference of two sums of counts would be the confusion matrix of one."""
     save_file(logistic_regression(4, 3).state_dict(), tmp_path / "model.safetensors")

@@ -20,6 +20,7 @@ from federation.errors import RunNotFound, SiteError
 from federation.ids import SiteId
 from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
+from monitoring.runs.run_folder import RunFolder
 
 SITES, ROWS = ("north", "south", "west"), 300
 SEXES = ("f", "m")
@@ -185,6 +186,31 @@ def test_sums_through_a_relay_and_without_a_dropped_site_are_exact():
     assert masked.statistics == clear.statistics
 
 
+def test_a_simulation_warns_of_sums_that_sites_would_refuse(tmp_path: Path):
+    """Subtract one from the other, and it is the one site's."""
+    noise = {"differential_privacy": {"unit": "record", "target_epsilon": 1.0}}
+
+    def warned(sites: int, name: str, **privacy: Any) -> list[str]:
+        column = {"names": ["0"], "low": -5.0, "high": 5.0}
+        document = {
+            "name": name,
+            "data": {"source": "clients.data:breast_cancer"},
+            "statistics": {"columns": [column]},
+            "sites": [{"name": f"site-{at}"} for at in range(sites)],
+            "privacy": SECURE | privacy,
+        }
+        folder = tmp_path / name / f"run-{sites}-{len(privacy)}"
+        run = simulate(job_file.parse(document), folder=folder)
+        return [each.message for each in run.view.warnings]
+
+    assert not any("differ by" in text for text in warned(4, "a"))
+    assert not any("differ by" in text for text in warned(3, "b", **noise))
+    (text,) = [text for text in warned(3, "b") if "differ by" in text]
+    assert "differ by site-3: " in text
+    assert "policy.min_group" in text
+    assert not any("differ by" in text for text in warned(4, "a", **noise))
+
+
 def test_the_verb_prints_and_keeps_what_a_run_found(
     folder: Path,
     tmp_path: Path,
@@ -196,8 +222,17 @@ def test_the_verb_prints_and_keeps_what_a_run_found(
     Path("survey.json").write_text("")
     Path("job.toml").write_text(tomli_w.dumps(job_file.document(spec)))
     assert main(["stats", "job.toml", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert "  at most 4 rounds  3 sites\n" in err
+    assert "loss" not in err
+    assert "evaluated" not in err
     assert document["statistics"]["records"] == 3 * ROWS
+    page = (Path(document["folder"]) / "report.html").read_text()
+    view = RunFolder(Path(document["folder"])).view()
+    assert view.predicted is not None
+    low, high = view.predicted.bytes_up
+    assert low <= view.bytes_up <= high < 1.1 * view.bytes_up
     assert main(["stats", "survey"]) == 0
     shown = capsys.readouterr().out
     assert "age" in shown
@@ -205,7 +240,8 @@ def test_the_verb_prints_and_keeps_what_a_run_found(
     assert "age: 11 bins from 0 to 110: " in shown
     assert "correlations over" in shown
     assert "±" not in shown
-    page = (Path(document["folder"]) / "report.html").read_text()
+    for word in ("Held-out", "Training loss", "Update size", "<b>model", "changed"):
+        assert word not in page, word
     assert "sodium" in page
     assert page.count("(other)") >= 2  # In the table, and beside a bar.
     assert "figure-column-0" in page

@@ -151,13 +151,22 @@ def test_columns_that_a_site_lacks_are_named_without_a_value():
     assert not any(text in said for text in ("81", "7.25", "0.33"))
 
 
-def test_bounds_from_the_data_are_a_warning_at_the_site_alone():
+def test_a_unit_that_data_do_not_state_is_a_warning_at_the_site():
     texts, warn = warned()
-    read(asked(AGE), rows(age=[0.0, 55.0, math.nan]), SITE, warn)
+    read(asked(AGE), rows({"age": "years"}, age=[1.0, 55.0]), SITE, warn)
+    assert texts == []
+    read(asked(AGE), rows(age=[1.0, 55.0]), SITE, warn)
+    assert "state no unit" in texts[0]
+
+
+def test_bounds_from_the_data_are_a_warning_at_the_site_alone():
+    years = {"age": "years"}
+    texts, warn = warned()
+    read(asked(AGE), rows(years, age=[0.0, 55.0, math.nan]), SITE, warn)
     (said,) = texts
     assert "low of column 'age'" in said
     assert "must be public" in said
-    read(asked(AGE), rows(age=[1.0, 55.0]), SITE, warn)
+    read(asked(AGE), rows(years, age=[1.0, 55.0]), SITE, warn)
     assert len(texts) == 1
 
 
