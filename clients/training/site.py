@@ -125,12 +125,13 @@ def log(task: Task, error: Exception) -> None:
     """Log an error at the site, whose log may quote its records."""
     index = task.round_index
     place = f"round {index}" if index else "the setup of secure aggregation"
+    said = str(error)  # A record that keeps the error keeps all that its frames hold.
     if isinstance(error, LeftAtStep):
-        _LOG.warning("%s", error)
+        _LOG.warning("%s", said)
     elif _kind_of(error) is not FailureKind.CRASHED:
-        _LOG.warning("%s refused: %s", place, error)
+        _LOG.warning("%s refused: %s", place, said)
     elif isinstance(error, StoreError):
-        _LOG.warning("%s failed: %s", place, error)
+        _LOG.warning("%s failed: %s", place, said)
     else:  # In code that the site's operator may have to look at.
         _LOG.warning("%s failed", place, exc_info=error)
 

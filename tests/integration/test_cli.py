@@ -64,11 +64,19 @@ def test_verbs_and_options_are_frozen() -> None:
         "simulate": common | job | run | web,
         "check-job": common | job | {"--speeds"},
         "find-rate": common | job | {"--site", "--low", "--high", "--steps"},
+        "stats": common | job | run | web | {"--root"},
+        "evaluate": common
+        | job
+        | web
+        | {"model", "--out", "--resume", "--engine"}
+        | {"--no-report", "--root"},
+        "baselines": common | job | {"--seeds", "--out"},
+        "audit-log": common | {"file", "--known"},
         "audit": common | job | {"--site", "--canaries", "--confidence", "--out"},
         "tune": common | {"space", "--out", "--workers"},
         "new": common | {"folder", "--from", "--list"},
         "completion": common | {"shell"},
-        "report": common | {"run", "--out", "--root"},
+        "report": common | {"run", "--out", "--root", "--sweep"},
         "runs": common | web | {"--root"},
         "keys": {"-h", "--help"},
         "keys new": common | passphrase | {"name", "--out"},
@@ -127,7 +135,8 @@ def test_verbs_and_options_are_frozen() -> None:
         "site model": common | {"run", "model", "--out", "--config"},
         "run": common
         | job
-        | {"--aggregator", "--detach", "--resume", "--extend", "--owner", "--priority"},
+        | {"--aggregator", "--detach", "--resume", "--extend", "--owner", "--priority"}
+        | {"--evaluate"},
         "ps": common | {"--aggregator"},
         "watch": common | web | {"run", "--aggregator"},
         "stop": common | {"run", "--aggregator"},

@@ -128,7 +128,7 @@ def test_two_runs_are_at_work_at_once_and_a_third_waits(
     federation: Deployment, tmp_path: Path
 ):
     """Each has the model that it has alone, bit for bit."""
-    paths = [job(tmp_path, f"job{n}", seed=n, rounds=5) for n in (1, 2, 3)]
+    paths = [job(tmp_path, f"job{n}", seed=n, rounds=8) for n in (1, 2, 3)]
     one, two, three = (submit(federation, path) for path in paths)
     wait_for(lambda: len(rounds(one)) > 1 and len(rounds(two)) > 1, "both work")
     row = ps(federation)[three.name]

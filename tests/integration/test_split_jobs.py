@@ -184,6 +184,8 @@ FREE = {
     "simulation",
     "schedule.round_deadline_seconds",
     "schedule.grace",
+    "schedule.memory_mib",
+    "schedule.gpu_memory_mib",
 }
 
 

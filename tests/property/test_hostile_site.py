@@ -288,9 +288,10 @@ def test_nodes_that_answer_the_handshake_with_anything(says: Any):
 
     def meet(sites: list[SiteId]) -> dict[SiteId, int]:
         attendance = flower_handshake.Attendance(handshake=call, connect_seconds=60.0)
-        return attendance.find_nodes(
+        nodes, _ = attendance.find_nodes(
             flower, sites, clock=clock, pause=lambda: clock.sleep(1.0)
         )
+        return nodes
 
     assert meet([HONEST]) == {HONEST: 1}
     with pytest.raises(SiteError, match="the run cannot start") as caught:

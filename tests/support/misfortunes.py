@@ -66,7 +66,7 @@ def prepare(kind: str) -> None:
         pieces = export.file_pieces
         export.file_pieces = lambda *a: _first(pieces(*a))  # type: ignore[attr-defined]
     elif kind == "result is written, no report yet":
-        deploy.wiring.run_record.leave_report = lambda *_: die()  # type: ignore[attr-defined]
+        deploy.wiring.run_record.leave_report = lambda *_, **__: die()  # type: ignore[attr-defined]
     else:
         raise ValueError(kind)
 
