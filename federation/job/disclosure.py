@@ -80,7 +80,7 @@ TABLE: Mapping[str, Rows] = {
     "RunStarted": {
         (PUBLIC, _SUMS): "at run_id job_name rounds first_round sites parameters "
         "engine task secure_aggregation frozen classes weights relays relayed "
-        "subgroups"
+        "subgroups replicas"
     },
     "RunExtended": {
         (
