@@ -123,7 +123,7 @@ def test_another_machine_ends_the_round(federation: Deployment):
     shutil.rmtree(made.folder / LEAVES)
     made.start_site("second")
     continues = "continues round 1 after step"
-    wait_for(lambda: continues in log(made, "second"), "it continues", 120)
+    wait_for(lambda: continues in log(made, "second"), "it continues")
     hold(made, STAYS).unlink()
     one = trained(made, 0)
 
@@ -165,7 +165,7 @@ def test_another_machine_ends_private_steps_for_what_was_paid(
     shutil.rmtree(made.folder / LEAVES)
     made.start_site("second")
     there = "connected to" if secure else "continues round 1 after step"
-    wait_for(lambda: there in log(made, "second"), "the second is there", 120)
+    wait_for(lambda: there in log(made, "second"), "the second is there")
     hold(made, STAYS).unlink()
     wait_for(lambda: len(finished(made)) == 4, "it ends", 120)
     follower.communicate(timeout=100)
