@@ -246,6 +246,11 @@ def _of_arrow(
     for spec in loaded.schema:
         unit = (spec.metadata or {}).get(b"unit", b"").decode(errors="replace")
         units = {spec.name: unit, **units} if unit else units
+        if file.suffix == ".csv" and pa.types.is_binary(spec.type):
+            raise SiteError(
+                f"column {spec.name!r} of {file.name} is not UTF-8 text: convert the "
+                "file"
+            )
         column = _of_column(pa, loaded.column(spec.name), spec.type)
         if column is not None:
             found[spec.name] = column

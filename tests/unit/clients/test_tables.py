@@ -32,6 +32,13 @@ def test_an_empty_field_is_missing_in_each_format(tmp_path: Path, suffix: str):
         whole.batch(whole.index)
 
 
+def test_text_of_another_encoding_is_refused_and_not_left_out(tmp_path: Path):
+    file = tmp_path / "site.csv"
+    file.write_bytes("age,city\n1,Köln\n2,Ulm\n".encode("latin-1"))
+    with pytest.raises(SiteError, match=r"'city' of site.csv is not UTF-8 text"):
+        table(str(file))
+
+
 def test_records_of_unknown_persons_are_nobody_elses(tmp_path: Path):
     """One of them may be a person that other records name."""
     file = tmp_path / "site.csv"
