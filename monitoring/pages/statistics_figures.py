@@ -1,5 +1,6 @@
 """Figures of a run of statistics: a histogram for each column, and correlations."""
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -71,14 +72,15 @@ def _bars(column: ColumnStatistics) -> Figure:
 def _correlations(found: RunStatistics) -> Figure:
     names = found.numbers
     figure, axes = new_figure(rows=len(names) + 1)
-    values = [[0.0 if v is None else v for v in row] for row in found.correlations]
+    values = [[math.nan if v is None else v for v in row] for row in found.correlations]
     axes.pcolormesh(values, cmap="RdBu_r", vmin=-1, vmax=1)
     if len(names) <= MAX_WITH_NUMBERS:
         for y, row in enumerate(values):
             for x, value in enumerate(row):
                 ink = "white" if abs(value) > 0.6 else INK  # noqa: PLR2004 -- deep
                 place = (x + 0.5, y + 0.52)
-                axes.text(*place, f"{value:.2f}", color=ink, ha="center", va="center")
+                said = "-" if math.isnan(value) else f"{value:.2f}"
+                axes.text(*place, said, color=ink, ha="center", va="center")
     middles = [at + 0.5 for at in range(len(names))]
     axes.set_yticks(middles, cut_names(names))
     axes.set_xticks(middles, cut_names(names, 14), rotation=40, ha="right")

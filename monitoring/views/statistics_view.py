@@ -2,7 +2,7 @@
 
 Sums are whole numbers, so that moments are computed without rounding and rounded once
 at the end. With noise, counts may be negative and moments impossible: a variance that
-is not above 0 is not known (None), and a correlation is at most 1. The noise on what
+is not above 0 is not known (None), nor is a correlation beyond 1. The noise on what
 follows from several sums is that of its first-order (delta method) approximation.
 """
 
@@ -34,6 +34,8 @@ from federation.job.statistics_table import (
 from federation.vectors import Vector
 from monitoring.views.run_view import COMPLETED, RunView
 from privacy.dp.tables import mechanism_of
+
+_ROUNDING = 1e-9  # By which roots and quotients may pass 1.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +295,12 @@ class _Reader:
         """A variance; None if noise has made it impossible."""
         return None if self._noise and variance <= 0 else variance
 
+    def _correlation(self, covariance: float, roots: float) -> float | None:
+        """None for a constant, and if noise has made it impossible."""
+        if roots <= 0 or (self._noise and abs(covariance) > roots * (1 + _ROUNDING)):
+            return None
+        return max(-1.0, min(1.0, covariance / roots))
+
     def _spread_noise(
         self,
         count: int,
@@ -338,7 +346,7 @@ class _Reader:
                 )
         roots = [math.sqrt(max(0.0, found[i][i])) for i in range(num)]
         ratios = [
-            [_correlation(found[i][j], roots[i] * roots[j]) for j in range(num)]
+            [self._correlation(found[i][j], roots[i] * roots[j]) for j in range(num)]
             for i in range(num)
         ]
         is_known = [self._known(found[i][i]) is not None for i in range(num)]
@@ -363,10 +371,6 @@ def _half(column: Column) -> Fraction:
 def _variance(count: int, first: int, second: int, product: int) -> Fraction:
     """Covariance from sums, in steps of the grid, divided by the count less 1."""
     return Fraction(count * product - first * second, count * max(count - 1, 1))
-
-
-def _correlation(covariance: float, roots: float) -> float | None:
-    return max(-1.0, min(1.0, covariance / roots)) if roots > 0 else None
 
 
 def _quantiles(asked: Table, sums: Sequence[Sums]) -> dict[str, dict[str, float]]:

@@ -76,6 +76,20 @@ def test_stated_noise_is_what_draws_vary_by():
         assert np.std(values) == pytest.approx(stated[name], rel=0.12), name
 
 
+def test_correlation_that_noise_has_taken_beyond_1_is_not_known():
+    """It would look like the surest of all."""
+    rows = np.full((40, 2), 60.0)
+    rows[::2] = [80.0, 140.0]  # Of correlation 1.
+    sums = sums_of(rows)
+    exact = reader(sums).matrices()["correlations"]
+    assert exact[0][1] == pytest.approx(1.0)
+    sums[PRODUCTS][0] //= 2  # The variance of the first column.
+    sums[PRODUCTS][0] += sums[SUMS][2] ** 2 // 80
+    found = reader(sums).matrices()["correlations"]
+    assert found[0][1] is None
+    assert found[0][0] == found[1][1] == pytest.approx(1.0)
+
+
 def test_what_noise_makes_impossible_is_not_known(capsys: pytest.CaptureFixture[str]):
     rows = np.full((40, 2), 60.0)
     rows[::2, 1] = 140.0
