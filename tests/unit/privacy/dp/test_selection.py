@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import dp_accounting
 import numpy as np
@@ -11,6 +12,7 @@ from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
 
 from privacy.dp import accountant
+from privacy.dp.calibration import noise_multiplier
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.selection import DISTRIBUTIONS, RandomTrials, epsilon_of_best
@@ -18,6 +20,7 @@ from privacy.dp.selection import DISTRIBUTIONS, RandomTrials, epsilon_of_best
 # Without sampling, which is quick to account for.
 EVENT = PrivacyEvent(noise_multiplier=20.0, sampling_rate=1.0, steps=30)
 ORDERS = np.array([1.5, 2.0, 8.0, 64.0, 1e6, 1e9])
+HOWTO = Path(__file__).parents[4] / "docs/howto/tune.md"
 SHAPES = {"logarithmic": 0, "geometric": 1}
 
 
@@ -73,6 +76,18 @@ def test_the_best_costs_more_than_one_trial_and_less_than_all():
             for mean in (3, 30)
         )
         assert one < few < many < all_of_them
+
+
+def test_what_the_how_to_says_of_ten_trials():
+    """The row of its table: trials of epsilon 1, with 1,000 sampled steps."""
+    noise = noise_multiplier(1.0, 1e-5, sampling_rate=0.02, steps=1000)
+    trial = PrivacyEvent(noise_multiplier=noise, sampling_rate=0.02, steps=1000)
+    found = (
+        epsilon_of_best([trial], 1e-5, RandomTrials(distribution=name, mean=10))
+        for name in ("logarithmic", "geometric", "poisson")
+    )
+    cells = " | ".join(f"{epsilon:.2f}" for epsilon in found)
+    assert f"| 10 | {cells} |" in HOWTO.read_text("utf-8")
 
 
 def test_slack_that_uses_up_delta_bounds_nothing():
