@@ -130,12 +130,18 @@ _WIRE_PARTS = (
     "[Events](events.md#parts-of-events) describe `MetricSums`, `Phase` and "
     "`FailureKind`, which messages and events share."
 )
-_COMBINATIONS = (
-    "Each optional method names what a job cannot combine it with. A method works with "
-    "everything that its table leaves out. `crossfed check-job` and every start of a "
-    "run refuse such a job, with the same words. Ranges of values are in the [job "
-    "reference](job-file.md) and in the errors of `crossfed check-job`."
-)
+_COMBINATIONS = """\
+`crossfed check-job` and every start of a run refuse these jobs, with the same words. \
+Each pair is listed once, under one of its two names: search the page for both. What \
+is not listed can be combined. Ranges of values are in the [job \
+reference](job-file.md).
+
+*Only with it* lists keys that have no effect without the method, or another one that \
+lists them; *without effect* lists keys that have none with it."""
+_WHY_PRIVATE = """\
+This is why methods keep the guarantees of [differential \
+privacy](../explanation/differential-privacy.md). A method that is missing here is \
+refused with it."""
 _OVERRIDES = (
     "Every key can be replaced on the command line: `--set training.optimizer.lr=0.1`, "
     "`--set sites.0.name=here` for an entry of a list, `--set schedule.minimum_sites=` "
@@ -228,39 +234,48 @@ def _speeds_file() -> Iterator[str]:
 
 def _combinations() -> Iterator[str]:
     yield from ("# What cannot be combined", "", _COMBINATIONS, "")
-    titles = {
-        method.name: f"{_sentence(method.name)[:-1]}: `{method.setting}`"
-        for method in METHODS
-    }
+    places = dict[tuple[str, str], str]()  # Where a thing is refused for a reason.
+    promises = dict[str, list[str]]()
     for method in METHODS:
-        yield from (f"## {titles[method.name]}", "")
-        things: dict[str, list[str]] = {}
-        for thing, reason in method.excluded.items():
-            things.setdefault(_sentence(reason), []).append(_sentence(thing)[:-1])
-        if rows := [(", ".join(names), reason) for reason, names in things.items()]:
-            yield from _table(("Not with", "Why, and what to do"), rows)
-        others = [
-            f"[{each.name}](#{_slug(titles[each.name])})"
-            for each in METHODS
-            if method.name in each.excluded
-        ]
-        if others:
-            yield from (f"Nor with {', '.join(others)}: see there.", "")
-        yield from _beside(method)
+        if method.private_because:
+            promises.setdefault(method.private_because, []).append(method.name)
+        title = f"{_sentence(method.name)[:-1]}: `{method.setting}`"
+        link = f"[{method.name}](#{_slug(title)})"
+        if rows := [*_refusals(method, link, places), *_keys(method)]:
+            yield from (f"## {title}", "", *rows, "")
+    yield from ("## With differential privacy", "", _WHY_PRIVATE, "")
+    for reason, names in promises.items():
+        yield f"- **{_sentence(', '.join(names))}** {_sentence(reason)}"
 
 
-def _beside(method: Method) -> Iterator[str]:
-    """What a method does besides excluding things."""
-    if method.private_because:
-        yield from (f"Under differential privacy: {method.private_because}.", "")
-    if method.parts:
-        keys = ", ".join(f"`{key}`" for key in method.parts)
-        yield from (f"Keys without effect unless it is on: {keys}.", "")
-    if method.ignores:
-        keys = ", ".join(f"`{key}`" for key in method.ignores)
-        yield from (f"Keys without effect if it is on: {keys}.", "")
+def _refusals(
+    method: Method, link: str, places: dict[tuple[str, str], str]
+) -> Iterator[str]:
+    """What a method excludes by reason, or the method that said the same before."""
+    said = dict[str, list[str]]()
+    before = dict[str, list[str]]()
+    for thing, reason in method.excluded.items():
+        place = places.setdefault((thing, reason), link)
+        if place == link:
+            said.setdefault(reason, []).append(thing)
+        else:
+            before.setdefault(place, []).append(thing)
+    for reason, things in said.items():
+        yield f"- **{_sentence(', '.join(things))}** {_sentence(reason)}"
+    for place, things in before.items():
+        yield f"- **{_sentence(', '.join(things))}** See {place}."
+
+
+def _keys(method: Method) -> Iterator[str]:
+    """Keys that a method needs or makes useless."""
+    for label, keys in (
+        ("Only with it", method.parts),
+        ("Without effect", method.ignores),
+    ):
+        if keys:
+            yield f"- *{label}:* {', '.join(f'`{key}`' for key in keys)}."
     for thing in method.only_with_it:
-        yield from (f"Nothing else can use {thing}.", "")
+        yield f"- *Only with it:* {thing}."
 
 
 def _disclosure() -> Iterator[str]:

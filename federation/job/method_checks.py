@@ -150,13 +150,14 @@ def check_methods(job: JobSpec) -> Iterator[JobError]:
 
 
 def _reasons(method: Method, asked: Mapping[str, bool]) -> Iterator[str]:
-    first: dict[str, str] = {}
+    found = dict[str, list[str]]()
     for thing, reason in method.excluded.items():
         if asked.get(thing):
-            first.setdefault(reason, thing)
-    for reason, thing in first.items():
-        yield reason if ": " in reason else f"{reason}: do without {thing}"
-    if not (first or method.private_because or asked[Thing.NO_PRIVACY]):
+            found.setdefault(reason, []).append(thing)
+    for reason, names in found.items():
+        without = f": do without {' and '.join(names)}"
+        yield reason if ": " in reason else reason + without
+    if not (found or method.private_because or asked[Thing.NO_PRIVACY]):
         yield (
             f"{method.name}: nobody has shown that differential privacy keeps its "
             "promises with this: train without"

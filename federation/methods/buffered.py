@@ -18,9 +18,8 @@ BUFFERED = Method(
     },
     instead='use "synchronous"',
     excludes={
-        "a secure sum opens once for sites that are fixed before, and a buffer holds "
-        "whoever comes first; of two sums over different sites the difference would "
-        f"show those of few: name the sites of each sum in {_GROUPS}": (
+        "a buffer holds whoever comes first, and sums over different sites reveal "
+        f"single updates together: name the sites of each sum in {_GROUPS}": (
             Thing.SUMS_OF_ALL
         ),
         "every site that is idle gets the newest model": (

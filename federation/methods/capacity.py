@@ -41,8 +41,8 @@ PLACEMENT = Method(
     excludes={
         "the work of a site follows the data that it has: use "
         "training.local_epochs": Thing.STEPS,
-        "each site protects records in a ledger of its own, which knows nothing of "
-        "what others did with them": Thing.PRIVACY,
+        "a site's ledger does not count what other sites did with the same "
+        "records": Thing.PRIVACY,
         "the weights of sites are their numbers of records, which change": Thing.SECURE,
         "no round begins at which data could move": Thing.BUFFERED,
         "a relay waits for all its sites, and sends one sum": Thing.RELAYS,

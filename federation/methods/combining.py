@@ -35,9 +35,8 @@ UTILITY = Method(
     on=("utility",),
     instead='use "uniform" or "fair"',
     excludes={
-        "it ranks sites by losses and times of their own records, which differential "
-        "privacy hides, and such a cohort would reveal something about "
-        "them": Thing.PRIVACY,
+        "it ranks sites by losses and times, and such a cohort would reveal something "
+        "about their records": Thing.PRIVACY,
     },
 )
 OVER_SELECTION = Method(
@@ -56,10 +55,9 @@ REPLICAS = Method(
     name=Thing.REPLICAS,
     key="schedule.replicas",
     excludes={
-        "all sites of a secure sum are in it, so that data of two of them would count "
-        "twice": Thing.SECURE,
-        "the same records would leave two sites with noise of their own, and each "
-        "site's ledger knows of one of them": Thing.PRIVACY,
+        "data of two sites of a secure sum would count twice": Thing.SECURE,
+        "the same records would leave two sites, and each site's ledger counts one of "
+        "them": Thing.PRIVACY,
         "no round ends, in which the second answer could be withdrawn": Thing.BUFFERED,
         "a relay adds up the answers of both": Thing.RELAYS,
         "a round asks all replicas: set minimum_sites": (

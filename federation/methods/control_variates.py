@@ -28,10 +28,9 @@ CONTROL_VARIATES = Method(
         ),
         "with differential privacy, updates hold noise and clipped "
         "gradients": Thing.PRIVACY,
-        "a round must go on without any one relay, and then its sites could not "
-        "follow the mean": Thing.RELAYS,
-        "a site that is absent from a completed round cannot follow the mean: let "
-        "every round need all sites (schedule.minimum_sites, "
+        "a round may complete without the sites of a relay": Thing.RELAYS,
+        "a site that misses a completed round cannot follow the mean: let every round "
+        "need all sites (schedule.minimum_sites, "
         "privacy.secure_aggregation.threshold)": Thing.PARTIAL_ROUNDS,
         "variates cancel only in a mean with the same weights in every round: use "
         "combine = 'mean' with weights 'examples' or "
@@ -40,8 +39,8 @@ CONTROL_VARIATES = Method(
         "aggregation.server_optimizer": (Thing.SERVER_STEP, Thing.RUNNING_SUM),
         "what a codec rounds away would add up in the variates: leave out codec, "
         "down_codec and levels": (Thing.CODECS, Thing.LEVELS),
-        "what rounding to 16 bits and clip_elements take from updates would add up in "
-        "the variates: use at least 24 ring_bits, and leave out "
+        "16-bit rounding and clip_elements would add up in the variates: use at least "
+        "24 ring_bits, and leave out "
         "clip_elements": (Thing.RING_16, Thing.CLIP_ELEMENTS),
         "a site trains one cluster, and the mean is of all: use one "
         "model": Thing.CLUSTERS,
@@ -49,6 +48,6 @@ CONTROL_VARIATES = Method(
         "control variates would be of other factors": Thing.EXACT_ADAPTERS,
         "Flower apps do not correct their gradients": Thing.FLOWER_APPS,
         "a Trainer's loop does not correct gradients": Thing.TRAINER,
-        f"ranks keep no control variates: {ONE_RANK}": Thing.RANKS,
+        ONE_RANK: Thing.RANKS,
     },
 )

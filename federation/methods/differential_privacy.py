@@ -46,11 +46,10 @@ PRIVACY = Method(
     excludes={
         "it is promised for the rules that we know: name one of them in "
         "aggregation.combine": Thing.OWN_RULE,
-        "weights by examples or by loss reveal how many records a site holds, which "
-        "differential privacy hides: set aggregation.weights = "
+        "other weights reveal how many records a site holds: set aggregation.weights = "
         '"uniform"': Thing.OTHER_WEIGHTS,
-        "held-out results of this task cannot get noise, since one record changes how "
-        "many predictions are made, or those of other records: set evaluation.every = "
+        "held-out results cannot get noise where one record changes how many "
+        "predictions are made, or those of other records: set evaluation.every = "
         f'0, or {_TABLE}.held_out = "public" if the held-out data is '
         "public": Thing.MIXED_RESULTS,
         "products of noised factors have more noise than was "
@@ -83,19 +82,17 @@ JOINT = _unit(
     instead='use unit = "record"',
     excludes={
         **_IN_SUM,
-        "shared noise protects only one step per round, because afterwards a site's "
-        "own weights hold only its own share: set training.local_steps = "
+        "shared noise protects only one step per round: set training.local_steps = "
         "1": Thing.SEVERAL_STEPS,
-        "joint noise is calibrated to one plain step, without adam, muon or momentum: "
-        "use sgd in training.optimizer, and aggregation.server_optimizer for the "
+        "joint noise is calibrated to one plain step: use sgd without momentum in "
+        "training.optimizer, and aggregation.server_optimizer for the "
         "rest": Thing.OTHER_OPTIMIZERS,
         "the sum may hold only clipped gradients: set training.optimizer.weight_decay "
         "= 0": Thing.WEIGHT_DECAY,
         "the noise is calibrated to one learning rate: use constant in "
         "training.learning_rate, without warm-up": (Thing.RATE_SCHEDULE, Thing.WARM_UP),
         **_OF_RECORDS,
-        "a joint round has a single step, which one rank takes: "
-        f"{ONE_RANK}": Thing.RANKS,
+        ONE_RANK: Thing.RANKS,
     },
     private_because="the noise of all sites adds up in the secure sum",
 )

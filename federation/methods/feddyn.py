@@ -17,13 +17,12 @@ FEDDYN = Method(
         "the server must add up all updates: set aggregation.server_optimizer = { "
         'name = "running_sum" }': (Thing.PLAIN_MEAN, Thing.SERVER_STEP),
         "both correct for the same drift": "control variates",
-        "it has a pull of its own": Thing.PROXIMAL,
+        "both pull towards the global weights": Thing.PROXIMAL,
         "a scaled update is not where local steps end": Thing.NORMALIZED,
         "it pulls towards a model that has not arrived yet": Thing.OVERLAP,
         "with differential privacy, clipping and noise would add up in the "
         "corrections": Thing.PRIVACY,
-        "a round must go on without any one relay, and the server's sum must be of "
-        "all sites": Thing.RELAYS,
+        "a round may complete without the sites of a relay": Thing.RELAYS,
         "the server's sum must be of all sites: let every round need them "
         "(schedule.minimum_sites, "
         "privacy.secure_aggregation.threshold)": Thing.PARTIAL_ROUNDS,
@@ -38,6 +37,6 @@ FEDDYN = Method(
         "FedDyn's corrections would be of other factors": Thing.EXACT_ADAPTERS,
         "Flower apps do not correct their gradients": Thing.FLOWER_APPS,
         "a Trainer's loop does not correct gradients": Thing.TRAINER,
-        f"ranks keep no corrections of FedDyn: {ONE_RANK}": Thing.RANKS,
+        ONE_RANK: Thing.RANKS,
     },
 )

@@ -12,7 +12,7 @@ FLOAT16 = Method(
     instead='use "bf16"',
     excludes={
         "a step that is skipped because a gradient overflows reveals something about "
-        "its records, and the clip norm is of gradients without a scale: use unit = "
+        "its records, and scaled gradients do not fit the clip norm: use unit = "
         '"site"': Thing.RECORDS,
     },
     private_because="noise for whole sites covers whatever a site's steps do",

@@ -8,8 +8,7 @@ JOINING = Method(
     name="sites that join",
     key="schedule.open_to",
     excludes={
-        "sites have agreed on a roster for the whole run, and two sums that differ by "
-        "the update of one site reveal it": Thing.SECURE,
+        "two sums that differ by one site reveal its update": Thing.SECURE,
         "noise and promises are planned for the sites that it began "
         "with": Thing.PRIVACY,
         "what sites keep adds up over all that it began with": (

@@ -10,8 +10,7 @@ KEPT_OPTIMIZER = Method(
     excludes={
         "plain sgd has no state to keep: set a momentum": Thing.PLAIN_SGD,
         "kept optimiser state would be of other factors": Thing.EXACT_ADAPTERS,
-        "ranks cannot keep the optimiser's state between rounds: "
-        f"{ONE_RANK}": Thing.RANKS,
+        ONE_RANK: Thing.RANKS,
     },
     private_because="it follows from gradients that have noise",
 )

@@ -14,9 +14,8 @@ LEVELS = Method(
         "values in few levels are no words of the ring": Thing.OTHER_RINGS,
         "sites that compute the model from sums need it whole at first: set "
         "communication.down_codec to identity": Thing.SUMS_OF_ROUNDED,
-        "joint noise is calibrated for one plain step a round, and what earlier "
-        "rounds left out would change its sensitivity: protect records alone (unit = "
-        '"record")': Thing.JOINT,
+        "what earlier rounds left out would change the sensitivity: use unit = "
+        '"record"': Thing.JOINT,
         "what earlier rounds left out is added to an update after clipping, and few "
         'levels have no room for noise: use unit = "record"': Thing.WHOLE_SITES,
         "levels have a bound of their own, and what lies beyond it is sent "

@@ -27,11 +27,9 @@ LARGER_STEPS = Method(
     excludes={
         "counts batches of steps: use training.local_steps, not "
         "local_epochs": Thing.EPOCHS,
-        "all sites plan the noise of their sum for one sampling rate each, which a "
-        "larger step would raise: lower the learning rate instead "
-        "(training.learning_rate)": Thing.JOINT,
-        'the number of steps of a round is chosen with local_work = "auto", so that '
-        "the batches before it are not known": Thing.CHOSEN_STEPS,
+        "larger steps raise the sampling rate for which noise is planned: lower "
+        "training.learning_rate instead": Thing.JOINT,
+        "the batches before a round must be known": Thing.CHOSEN_STEPS,
         "steps that are taken ahead have the size of their round, and sites would "
         "wait for them": Thing.OVERLAP,
     },

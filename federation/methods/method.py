@@ -107,7 +107,10 @@ class Thing(StrEnum):
     RECORD_RESULTS = "held-out results whose noise is for records"
 
 
-ONE_RANK = "ask the site's operator for compute.ranks = 1 without compute.compile"
+ONE_RANK = (
+    "ranks do not support this: ask the site's operator for compute.ranks = 1 without "
+    "compute.compile"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ OVERLAP = Method(
         "yet": Thing.PROXIMAL,
         "overlap_steps mixes an older weight with the residual of the "
         "round": Thing.EXACT_ADAPTERS,
-        f"ranks do not work ahead: {ONE_RANK}": Thing.RANKS,
+        ONE_RANK: Thing.RANKS,
     },
     private_because=(
         "what steps ahead led to is looked at only after the round that has them was "

@@ -23,7 +23,7 @@ PERSONAL = Method(
         "sites keep the personal parts of the last round, which belong to no other "
         "model: set selection.model to 'last', which stops early "
         "too": Thing.OTHER_MODEL,
-        f"ranks keep no personal parts: {ONE_RANK}": Thing.RANKS,
+        ONE_RANK: Thing.RANKS,
     },
     private_because="private steps of records noise personal parts too",
 )
@@ -36,9 +36,8 @@ CLUSTERS = Method(
     excludes={
         'each site chooses a cluster for itself: add "choice.*" to '
         "model.personal": Thing.SHARED_CHOICE,
-        "each site fills one cluster of the sum, so a cluster that one site chooses "
-        "would hold its update alone, and the aggregator can steer who chooses what: "
-        'use unit = "site", whose noise hides both, do without secure '
+        "a cluster that only one site chooses would hold its update alone, and the "
+        'aggregator can steer the choice: use unit = "site", do without secure '
         "aggregation": Thing.OPEN_SUMS,
         "a site chooses a cluster by losses of its records, which have no noise: use "
         'unit = "site"': Thing.RECORDS,

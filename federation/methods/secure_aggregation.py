@@ -14,8 +14,8 @@ SECURE = Method(
         "your own rule is given each site's update, and only sums are opened: set "
         'aggregation.combine = "mean"': Thing.OWN_RULE,
         "rules other than the mean compare updates, but the server sees only their "
-        f"sum: set {_GROUPS}, so that aggregation.combine compares sums of groups; use "
-        "mean, where only the clip norm limits a bad site": Thing.UNGROUPED,
+        f"sum: set {_GROUPS} to compare sums of groups; use mean, where only the clip "
+        "norm limits a bad site": Thing.UNGROUPED,
         "updates are sent as masked ring elements: set communication.codec to "
         "identity, and fewer bits in privacy.secure_aggregation.ring_bits, or "
         "privacy.secure_aggregation.levels": Thing.CODECS_UP,
@@ -26,15 +26,15 @@ SECURE = Method(
         'aggregation.weights = "examples"': Thing.DYNAMIC_WEIGHTS,
         "every site takes part in every round: remove "
         "schedule.sites_per_round": Thing.SAMPLES,
-        "cohorts that follow what single sites did differ by few sites, and so the "
-        "difference of two sums is their updates": Thing.REMEMBERING,
+        "such cohorts differ by few sites, so two sums reveal their "
+        "updates": Thing.REMEMBERING,
         "sums of whoever answers first differ by few sites: use "
         "privacy.secure_aggregation.threshold and schedule.grace, to which sites "
         "agree": Thing.OVER_SELECTION,
         "a maximum cannot be computed without seeing each site's value: use keep or "
         "from_server in model.integer_buffers": Thing.MAX_BUFFERS,
-        "the aggregator needs each site's factors, and secure aggregation shows it "
-        "only their sum": Thing.EXACT_ADAPTERS,
+        "the aggregator needs each site's factors, which secure aggregation "
+        "hides": Thing.EXACT_ADAPTERS,
     },
     private_because="a sum shows less than the updates, which keep their noise",
 )

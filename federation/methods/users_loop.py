@@ -9,20 +9,18 @@ USERS_LOOP = Method(
     always_decides=True,
     instead="name another task",
     excludes={
-        "a Trainer's loop computes the gradient of a whole batch, so that what one "
-        "record adds cannot be clipped, as differential privacy of records must: use "
-        'unit = "site", or another task, which trains the model and data of the same '
-        "Trainer in the loop of the job": Thing.RECORDS,
-        "a Trainer's loop does not add it": Thing.PROXIMAL,
-        "a Trainer's loop counts no steps": Thing.NORMALIZED,
-        "a Trainer's loop does not work ahead": Thing.OVERLAP,
+        "a Trainer's loop computes the gradient of a whole batch, so what one record "
+        'adds cannot be clipped: use unit = "site", or another task, which trains the '
+        "Trainer's model and data in the job's own loop": Thing.RECORDS,
+        "a Trainer's loop does not support this": (
+            *(Thing.PROXIMAL, Thing.NORMALIZED, Thing.OVERLAP, Thing.KEPT_ZEROS),
+            Thing.PERSONAL,
+        ),
         "the schedule of a Trainer is made for rounds of equal "
         "length": Thing.CHOSEN_STEPS,
         "the Trainer of model.factory has one "
         "gradient_accumulation_steps": Thing.LARGER_STEPS,
-        "a Trainer's loop changes zeros like all other values": Thing.KEPT_ZEROS,
-        "a Trainer's loop keeps nothing at a site from round to round": Thing.PERSONAL,
-        f"a Trainer's loop runs in one process: {ONE_RANK}": Thing.RANKS,
+        ONE_RANK: Thing.RANKS,
     },
     ignores={
         "training.optimizer": "set optim, learning_rate and weight_decay",

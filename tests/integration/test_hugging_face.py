@@ -687,7 +687,7 @@ def test_svd_trains_and_secure_aggregation_refuses_both():
     for method in ("fedex", "svd"):
         lora = {"rank": 2, "method": method}
         secure = {"secure_aggregation": SECURE}
-        with pytest.raises(JobError, match="shows it only their"):
+        with pytest.raises(JobError, match="secure aggregation hides"):
             ModelPool(job(options={"lora": lora}, privacy=secure))
 
 

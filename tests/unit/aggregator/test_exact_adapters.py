@@ -199,7 +199,7 @@ def refusing(**tables: Any) -> JobSpec:
     [
         (
             {"privacy": {"secure_aggregation": {"enabled": True, "max_examples": 9}}},
-            "only their sum",
+            "secure aggregation hides",
         ),
         ({"aggregation": {"combine": "median", "weights": "uniform"}}, "not mean"),
         ({"aggregation": {"server_optimizer": {"name": "adam"}}}, "server optimiser"),
