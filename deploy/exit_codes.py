@@ -1,4 +1,4 @@
-"""Exit codes of a command, and of a run submitted to the aggregator.
+"""The exit codes of commands, and of runs submitted to the aggregator.
 
 0 done, 1 failed, 2 the job or the command line is wrong, 3 the privacy budget is spent,
 4 an audit that could not have found a broken promise, 130 stopped on request after a

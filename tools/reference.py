@@ -409,14 +409,13 @@ def _cli() -> Iterator[str]:
     yield from (*_prose(exit_codes), "")
     verbs = list(_verbs(cli._parser(), "crossfed"))  # noqa: SLF001 -- flags are its
     counts = Counter(row for _, _, rows in verbs for row in rows)
-    flags = Counter(flag for flag, _ in counts)
-    common = [
-        row
-        for row, num in counts.items()
-        if num >= _COMMON and row[0].startswith("`-") and flags[row[0]] == 1
-    ]
+    usual = dict[str, tuple[str, str]]()  # What most verbs mean by a flag.
+    for row, num in counts.most_common():
+        if num >= _COMMON and row[0].startswith("`-"):
+            usual.setdefault(row[0], row)
+    common = [row for row in counts if row in usual.values()]
     yield from ("## Common arguments", "")
-    yield from _table(("Argument", "Meaning"), common)
+    yield from (*(f"- {flag}: {said}" for flag, said in common), "")
     everywhere = [
         row for row in common if all(row in rows for _, _, rows in verbs if rows)
     ]
@@ -424,12 +423,13 @@ def _cli() -> Iterator[str]:
     yield from (f"Every verb takes {every_verb}.", "")
     for title, text, rows in verbs:
         yield from (f"## `{title}`", "", text, "")
-        if own := [row for row in rows if row not in common]:
-            yield from _table(("Argument", "Meaning"), own)
-        if shared := [
-            row[0] for row in rows if row in common and row not in everywhere
-        ]:
-            yield from (f"[Common](#common-arguments): {', '.join(shared)}.", "")
+        yield from (
+            f"- {flag}: {said}" for flag, said in rows if (flag, said) not in common
+        )
+        shared = [row[0] for row in rows if row in common and row not in everywhere]
+        if shared:
+            yield f"- [Common](#common-arguments): {', '.join(shared)}."
+        yield ""
 
 
 def _verbs(
@@ -454,7 +454,7 @@ def _arguments(verb: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
         if action.nargs == 0:
             metavar = None
         elif metavar is None and action.choices is not None:
-            metavar = "|".join(map(str, action.choices))
+            metavar = "|".join(filter(None, map(str, action.choices)))
         elif metavar is None:
             metavar = action.dest.upper()
         flags = ", ".join(action.option_strings)
@@ -601,8 +601,10 @@ def _summary(kind: type) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Begin with a capital and end with a stop."""
-    return text if not text else text[0].upper() + text[1:].rstrip(".") + "."
+    """Begin with a capital, unless with the name of a key or file; end with a stop."""
+    if not re.match(r"\w+[._:]\w", text):
+        text = text[:1].upper() + text[1:]
+    return text and text.rstrip(".") + "."
 
 
 def _markdown(text: str) -> str:

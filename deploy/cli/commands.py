@@ -1,8 +1,9 @@
 """The command line: ``crossfed VERB``.
 
-Standard output is data, standard error is progress and log. Heavy imports
-wait until a verb needs them.
+Standard output is data, standard error is progress and log.
 """
+
+# Heavy imports wait until a verb needs them.
 
 import argparse
 import contextlib
