@@ -48,6 +48,7 @@ _TRAVELLERS = (
     messages.MaskedUpdate,
 )
 _REQUIRED = "**required**"
+_EMPTY = ("", "`{}`", "`[]`", '`""`')  # Defaults that say nothing.
 # Arguments of so many verbs are described once.
 _COMMON = 3
 _WORDS: Mapping[Any, str] = {
@@ -84,7 +85,7 @@ name = "north"
 name = "south"
 ```
 
-All other keys have a default, or are not set. A key that is not listed is an error. \
+All other keys are optional. A key that is not listed is an error. \
 `crossfed check-job JOB` checks a file without training, and names all errors."""
 _SITE_FILE = (
     "`site.toml` holds the decisions of a site's operator, which no job can change. "
@@ -119,7 +120,7 @@ _DEPLOYMENT_FILE = (
 )
 _EVERY_EVENT = (
     "Every event has `at`, when it happened. Events of a round have `round_index`, the "
-    "number of the round, from 1. The tables list these only if they mean more."
+    "number of the round, from 1. The lists below have these only if they mean more."
 )
 _EXPLAINED = {
     ("at", "When."),
@@ -338,13 +339,10 @@ def _job_table(
         yield from (f"Its keys are those of [`[{known}]`]({where}#{_slug(known)}).", "")
         return
     hints = typing.get_type_hints(spec)
-    rows = [
-        _job_row(field, hints[field.name], said[field.name])
-        for field in dataclasses.fields(spec)
-        if _table_in(hints[field.name]) is None
-    ]
-    if rows:
-        yield from _table(("Key", "Type", "Default", "Meaning"), rows)
+    for field in dataclasses.fields(spec):
+        if _table_in(hints[field.name]) is None:
+            yield _key(field, hints[field.name], said[field.name])
+    yield ""
     inner = list(_inner(spec, name))
     if inner:
         links = (
@@ -364,13 +362,14 @@ def _table_in(hint: Any) -> type | None:
     return None
 
 
-def _job_row(field: "dataclasses.Field[Any]", hint: Any, said: str) -> tuple[str, ...]:
-    return (
-        f"`{field.name}`",
-        _type(hint) + _values(field.metadata, said),
-        _default(field),
-        said,
-    )
+def _key(field: "dataclasses.Field[Any]", hint: Any, said: str) -> str:
+    facts = _type(hint) + _values(field.metadata, said)
+    default = _default(field)
+    if default in _EMPTY:
+        default = ""
+    elif default != _REQUIRED:
+        default = f"default {default}"
+    return f"- `{field.name}` ({'; '.join(filter(None, (facts, default)))}): {said}"
 
 
 def _default(field: "dataclasses.Field[Any]") -> str:
@@ -398,7 +397,7 @@ def _values(facts: Mapping[str, Any], said: str) -> str:
     words = {"above": " above", "low": " from", "below": ", below", "high": " to"}
     limits = facts["bounds"]
     return listed + "".join(
-        f"{word} {limits[key]:g}"
+        f"{word} {limits[key]:g}".replace("e+0", "e")
         for key, word in words.items()
         if limits[key] is not None
     )
@@ -527,15 +526,11 @@ def _described(kind: type, *, level: int) -> Iterator[str]:
     text, attributes = documented(kind)
     yield from (f"{'#' * level} `{kind.__name__}`", "", _markdown(text), "")
     hints = typing.get_type_hints(kind)
-    rows = [
-        (f"`{f.name}`", _type(hints[f.name]), _markdown(attributes.get(f.name, "")))
-        for f in dataclasses.fields(kind)
-        if (f.name, attributes.get(f.name)) not in _EXPLAINED
-    ]
-    columns: tuple[str, ...] = ("Field", "Type", "Meaning")
-    if not attributes:
-        columns, rows = columns[:2], [row[:2] for row in rows]  # type: ignore[misc]
-    yield from _table(columns, rows)
+    for f in dataclasses.fields(kind):
+        said = _markdown(attributes.get(f.name, ""))
+        if (f.name, said) not in _EXPLAINED:
+            yield f"- `{f.name}` ({_type(hints[f.name])})" + (said and f": {said}")
+    yield ""
 
 
 def _words(kind: type, *, level: int) -> Iterator[str]:
@@ -543,11 +538,9 @@ def _words(kind: type, *, level: int) -> Iterator[str]:
     yield from (f"{'#' * level} `{kind.__name__}`", "")
     yield from (_summary(kind), "")
     source = inspect.getsource(kind)
-    rows = [
-        (f"`{word}`", _sentence(meaning))
-        for word, meaning in re.findall(r'= "(\w+)"  # (.+)', source)
-    ]
-    yield from _table(("Word", "Meaning"), rows)
+    for word, meaning in re.findall(r'= "(\w+)"  # (.+)', source):
+        yield f"- `{word}`: {_sentence(_markdown(meaning))}"
+    yield ""
 
 
 def _prose(module: types.ModuleType) -> Iterator[str]:

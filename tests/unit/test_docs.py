@@ -176,7 +176,7 @@ def test_keys_that_the_seventeen_methods_name_exist():
         f"{page.split('`')[1].strip('[]')}.{key}"
         for page in pages
         if page.startswith("`[")
-        for key in re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
+        for key in re.findall(r"^- `(\w+)` \(", page, re.MULTILINE)
     }
     known |= {page.split("`")[1].strip("[]") for page in pages if page.startswith("`[")}
     assert named - known == set()

@@ -45,9 +45,9 @@ def test_a_changed_and_a_missing_page_are_stale(reference: ModuleType, tmp_path:
 
 
 def test_every_key_of_the_job_is_listed(reference: ModuleType):
-    """A key stands in its table with its documentation."""
+    """A key stands below its table with its documentation."""
     page = next(t for p, t in reference.pages().items() if p.name == "job-file.md")
-    assert "| `round_deadline_seconds` | number above 0 | `600.0` |" in page
+    assert "- `round_deadline_seconds` (number above 0; default `600.0`): " in page
 
 
 def test_the_first_job_of_the_reference_is_one(reference: ModuleType):
