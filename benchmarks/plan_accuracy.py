@@ -319,7 +319,7 @@ def interleaved(
     speeds = local.speeds(plan, job, odd)
     even = [row for row in view.rounds if row.index % 2 == 0]
     expected = sum(cost.round_seconds(traffic, row.index, speeds) for row in even)
-    actual = sum(map(run_plan.round_length, even))
+    actual = sum(row.length for row in even)
     return [round(expected, 2), round(actual, 2), round(expected / actual - 1, 3)]
 
 

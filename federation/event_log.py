@@ -101,7 +101,12 @@ def from_line(line: str | bytes) -> Event | None:
     return cast("Event", decode(record, kind, where=record["event"]))
 
 
-def read_events(path: Path, *, without: Collection[type[Event]] = ()) -> list[Event]:
+def read_events(
+    path: Path,
+    *,
+    without: Collection[type[Event]] = (),
+    only: Collection[type[Event]] = (),
+) -> list[Event]:
     """Read a log, in the order in which it was written.
 
     A torn last line is left out: its writer was killed, or is still writing.
@@ -110,35 +115,43 @@ def read_events(path: Path, *, without: Collection[type[Event]] = ()) -> list[Ev
         path: The log.
         without: Kinds that are not read, which saves most of the time; but for the
             last line, which says when the log ends.
+        only: Kinds that are read, if not all, and the last line.
 
     Raises:
         RunNotFound: There is no such file.
         CorruptObject: A line is not an event; the message names file and line.
         StoreUnavailable: The file cannot be read.
     """
+    if only:
+        without = [kind for kind in KINDS.values() if kind not in only]
     skipped = tuple(b'{"event": "%b"' % kind.__name__.encode() for kind in without)
+    events, place = [], 0
     try:
-        *lines, last = path.read_bytes().split(b"\n")
+        with no_collection(), path.open("rb") as log:
+            size = os.fstat(log.fileno()).st_size
+            for number, line in enumerate(log, start=1):
+                place += len(line)
+                if place < size and line.startswith(skipped):
+                    continue
+                if not line.endswith(b"\n") and not _is_whole(line):
+                    break
+                event = _event(line, path, number)
+                if event is not None:
+                    events.append(event)
     except FileNotFoundError as error:
         raise RunNotFound(f"there is no event log {path}") from error
     except OSError as error:
         raise _unavailable(path, error) from error
-    if _is_whole(last):
-        lines.append(last)
-    events = []
-    with no_collection():
-        for number, line in enumerate(lines, start=1):
-            if number < len(lines) and line.startswith(skipped):
-                continue
-            try:
-                event = from_line(line)
-            except ValueError as error:
-                raise CorruptObject(
-                    f"{path}, line {number}: {error}; remove the line to read the rest"
-                ) from error
-            if event is not None:
-                events.append(event)
     return events
+
+
+def _event(line: bytes, path: Path, number: int) -> Event | None:
+    try:
+        return from_line(line)
+    except ValueError as error:
+        raise CorruptObject(
+            f"{path}, line {number}: {error}; remove the line to read the rest"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -300,7 +300,7 @@ def _bytes_of_sites(path: Path, _minute: float) -> Mapping[str, tuple[float, flo
     """Bytes to and from each site of a run, so far."""
     run = RunFolder(path)
     names = [site.name for site in run.read_spec().sites]
-    sites = run.view().sites if run.exists() else ()
+    sites = run.settled_view().sites if run.exists() else ()
     found = {site.site: (site.bytes_down, site.bytes_up) for site in sites}
     return {name: found.get(name, (0, 0)) for name in names}
 

@@ -115,7 +115,7 @@ class DeployedRun:
         self._federation = _built(self._job, is_new=begun is None)
         run_id = begun or run.new_run_id(clock.now())
         # What the sites have promised to this run, as an earlier coordinator noted it.
-        planned = None if begun is None else run.view().privacy
+        planned = None if begun is None else run.settled_view().privacy
         self._promised = {p.site: p for p in planned.sites} if planned else {}
         self.begun = begun is not None
         self._anchors: Mapping[SiteId, LedgerAnchor] = {}

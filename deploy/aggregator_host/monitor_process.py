@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from monitoring.web.run_metrics import RunsCollector
 
 LOOK_SECONDS = 2.0
-READ_SECONDS = 0.2  # Of CPU time, for a run whose events nobody has read yet.
 RECENT_SECONDS = 86_400.0
 # After a restart: the same traces again are the same.
 RESENT_SECONDS = 3600.0
@@ -63,7 +62,6 @@ def serve(config: AggregatorConfig, stopped: threading.Event) -> None:
     from deploy.aggregator_host import alert_delivery, host_facts  # noqa: PLC0415
     from monitoring.runs.find import find_runs  # noqa: PLC0415
     from monitoring.web import alerts  # noqa: PLC0415
-    from monitoring.web.run_feed import RunFeed  # noqa: PLC0415
     from monitoring.web.run_metrics import RunsCollector  # noqa: PLC0415
 
     clock = SystemClock()
@@ -79,15 +77,8 @@ def serve(config: AggregatorConfig, stopped: threading.Event) -> None:
         threading.Thread(
             target=_send_traces, args=(config, clock, stopped), daemon=True
         ).start()
-    feeds: dict[Path, RunFeed] = {}
     with _page(config, collector, clock):
         while not stopped.wait(LOOK_SECONDS):
-            # So that whoever opens the page of a long run need not read its events.
-            runs = find_runs(config.runs) if config.file.monitor.port else []
-            at_work = {run.path: run for run in runs if run.is_locked()}
-            feeds = {p: feeds.get(p) or RunFeed(at_work[p]) for p in at_work}
-            for feed in feeds.values():
-                feed.look(READ_SECONDS)
             if not delivery.places:
                 continue
             now = clock.now()

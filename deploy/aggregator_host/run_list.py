@@ -62,7 +62,7 @@ def _numbers(run: RunFolder) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _folded(run: RunFolder, _size: int, _changed_ns: int) -> Mapping[str, Any]:
-    view = run.view(without=(SiteAnswered, SiteFailed, StepTaken))
+    view = run.settled_view(without=(SiteAnswered, SiteFailed, StepTaken))
     sums = None if view.last_evaluated is None else view.last_evaluated.pooled
     return {
         "run_id": view.started.run_id,

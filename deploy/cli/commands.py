@@ -198,7 +198,7 @@ def _compared(run: "RunFolder") -> dict[str, Any]:
     """What was predicted of a run, and what it took."""
     from monitoring.views import run_plan  # noqa: PLC0415 -- keeps `--help` fast
 
-    rows = run_plan.rows(run_plan.read(run.path), run.view())
+    rows = run_plan.rows(run_plan.read(run.path), run.settled_view())
     return {
         "folder": str(run.path),
         "rows": [

@@ -201,7 +201,7 @@ def _tell_outcome(
     elif run.exists():
         # A job that no site accepts ends before the first event: its message says so.
         with contextlib.suppress(RunNotFound):
-            for text in lines(run.view(), status=status):
+            for text in lines(run.settled_view(), status=status):
                 say(text)
         say(f"run         {run.path}")
         if run.report.is_file():

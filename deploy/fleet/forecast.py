@@ -31,7 +31,7 @@ from federation.rounds.cost import SiteSpeed, Speeds
 from federation.rounds.local_work import in_round
 from federation.rounds.traffic import Traffic, examples_trained
 from monitoring.runs.run_folder import RunFolder
-from monitoring.views.run_plan import LinkBytes, RunPlan, round_length
+from monitoring.views.run_plan import LinkBytes, RunPlan
 from monitoring.views.run_view import RunView
 from privacy import own_folder
 
@@ -230,10 +230,10 @@ def measured_speeds(
         )
         for each in later
     ]
-    more = fmean(map(round_length, later)) - fmean(explained)
+    more = fmean(row.length for row in later) - fmean(explained)
     speeds = replace(speeds, combine_seconds=max(0.0, more))
     if rounds[0].index == 1:
-        more = round_length(rounds[0]) - cost.round_seconds(traffic, 1, speeds)
+        more = rounds[0].length - cost.round_seconds(traffic, 1, speeds)
         speeds = replace(speeds, first_round_seconds=max(0.0, more))
     if submitted is not None:
         setup = max(0.0, view.first_started_at - submitted)

@@ -20,9 +20,9 @@ from federation.job.disclosure import Exposure, conceal
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, RunState
 from monitoring.runs.run_folder import RunFolder, leave_report
+from monitoring.runs.run_reader import RunReader
 from monitoring.runs.run_result import RunResult, found_statistics, result_of
 from monitoring.views.result_json import result
-from monitoring.views.run_fold import RunFold
 from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED
 
 # What ends a coordinator that a person or a supervisor has asked to end.
@@ -64,9 +64,9 @@ class RunRecord:
         """Find the places that it writes to."""
         self._setting = Exposure.of(self.job, deployed=True)
         self._start = self.clock.monotonic()
-        self._fold = RunFold()
+        self._reader = RunReader(None if self.run is None else self.run.events)
         # What takes note of events first; those who only look on come after it.
-        self._records: list[Emit] = [self._fold.add]
+        self._records: list[Emit] = [self._reader.take]
         self._copies: run_store.Copies | None = None
         self._place: run_store.RunPlace | None = None
         self._first_round: int | None = None
@@ -99,10 +99,10 @@ class RunRecord:
     def _open(self) -> Iterator[None]:
         with ExitStack() as stack:
             if self.run is not None:
-                if self.run.exists():
-                    for event in self.run.read_events():
-                        self._fold.add(event)
                 log = stack.enter_context(EventWriter(self.run.events))
+                self._reader.look()
+                if self._reader.tail.damaged:
+                    self.run.read_events()  # Says where.
                 self._records.insert(0, log)
             yield
 
@@ -141,7 +141,7 @@ class RunRecord:
 
     def _leave(self, state: RunState) -> RunResult:
         """Write a run's files, the most important first."""
-        view = self._fold.view()
+        view = self._reader.fold.view()
         layout = self.pool.layout
         left, frozen = state.with_model_left(), self.pool.frozen_arrays()
         weights = model_export.named_arrays(layout, left, frozen)
@@ -156,7 +156,7 @@ class RunRecord:
         if self._copies is not None:
             self._copies.leave()
         first = self._first_round or 1
-        rounds_now = sum(row.index >= first for row in view.rounds)
+        rounds_now = sum(row.index >= first for row in view.totals.rows)
         return result_of(view, weights, self.run, job=self.job, rounds_now=rounds_now)
 
     def _leave_failure(self, error: BaseException) -> None:
@@ -167,12 +167,12 @@ class RunRecord:
         if self._first_round is None:
             return
         with contextlib.suppress(FederationError):
-            if self._fold.view().finished is None:
+            if self._reader.fold.finished is None:
                 self._note_end(error)
         if self.run is None:
             return
         with contextlib.suppress(FederationError):
-            self.run.write_result(result(self._fold.view()))
+            self.run.write_result(result(self._reader.fold.view()))
             # Drawing takes seconds, and an interrupted person waits.
             if self.report and not isinstance(error, _ENDED):
                 leave_report(self.run)
@@ -186,7 +186,7 @@ class RunRecord:
 
     def _note_end(self, error: BaseException) -> None:
         """Record an end that the round loop did not foresee."""
-        view = self._fold.view()
+        view = self._reader.fold.view()
         event = RunFinished(
             at=self.clock.now(),
             status=self._status_after(error),

@@ -57,7 +57,8 @@ def of_run(view: RunView, names: Collection[str] = ()) -> Sequence[Panel]:
             key=keys.get(panel.name),
             has_pooled=panel.name != "epsilon",
             is_wide=panel.name == "timeline",
-            has_training=panel.name == "loss" and bool(plots.training_losses(view)),
+            has_training=panel.name == "loss"
+            and bool(dict(view.totals.curves)["training"]),
         )
         for panel in from_drawn("run", plots.draw_all(view, names), _words(view))
     )
@@ -86,6 +87,7 @@ def _words(view: RunView) -> Mapping[str, str]:
     kind = view.data.label_kind if view.data else ""
     # How much noise an objective of a user's has is in no event.
     shades = privacy_words.has_noise(view.privacy) and view.started.task in ENTROPIES
+    shades = shades and view.past is None
     num_timed = min(len(view.rounds), MAX_ROUNDS_IN_TIMELINE)
     return {
         "whose": _TOGETHER if view.is_secret else _EACH,

@@ -1,6 +1,5 @@
 """Draw the figures of a run's report from its view."""
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -13,7 +12,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from federation.epsilon_text import format_cap
 from federation.errors import JobError, StoreUnavailable, os_errors
-from federation.events import SiteFailed
 from monitoring.pages.figures import (
     CARD,
     DOWN_COLOUR,
@@ -35,16 +33,22 @@ from monitoring.pages.figures import (
 from monitoring.pages.timeline_plot import timeline
 from monitoring.privacy_words import accuracy_noise, is_of_sites, loss_noise
 from monitoring.units import format_bytes
-from monitoring.views.round_view import RoundView, perplexity
+from monitoring.views.round_view import (
+    FAILED,
+    NO_UPDATE,
+    NOT_ASKED,
+    TOOK_PART,
+    perplexity,
+)
+from monitoring.views.run_totals import MAX_ROWS
 from monitoring.views.run_view import RunView
-from monitoring.views.site_view import Series, SiteView
+from monitoring.views.site_view import Series
 
-MAX_SITES_SHOWN = 8
 MAX_LABELS_SHOWN = 16
 OTHER_LABELS = "other"
 ALL_SITES, TRAINING = "all sites", "training"
 
-MAX_ROUNDS_IN_STRIP, MAX_ROWS_IN_STRIP = 200, 40
+MAX_ROWS_IN_STRIP = 40
 _ROUNDS_WITH_GAPS = 60
 _STRIP_ROW = 0.22  # inches
 
@@ -52,10 +56,10 @@ UP_COLOUR = "#2b6f8f"
 
 _FAILED = "#c2372e"
 _STATES = {
-    "took part": UP_COLOUR,
-    "failed": _FAILED,
-    "no update": "#e0b34c",
-    "not asked": "#b9c2cc",
+    TOOK_PART: ("took part", UP_COLOUR),
+    FAILED: ("failed", _FAILED),
+    NO_UPDATE: ("no update", "#e0b34c"),
+    NOT_ASKED: ("not asked", "#b9c2cc"),
 }
 _CLIP_COLOUR = UP_COLOUR
 _MAX_CELLS_WITH_NUMBERS = 12
@@ -83,7 +87,7 @@ def draw_all(view: RunView, names: Collection[str] = ()) -> Mapping[str, str]:
         "epsilon": partial(_epsilon, view),
         "data": partial(_data, view),
         "bytes": partial(_bytes, view),
-        "timeline": partial(timeline, view, [s.site for s in shown_sites(view)]),
+        "timeline": partial(timeline, view, [s.site for s in view.shown_sites]),
         "participation": partial(_participation, view),
         "update-norm": partial(_update_norm, view),
     }
@@ -99,36 +103,15 @@ def draw_all(view: RunView, names: Collection[str] = ()) -> Mapping[str, str]:
     )
 
 
-def shown_sites(view: RunView) -> tuple[SiteView, ...]:
-    """The sites that figures show, in the order of the job.
-
-    All of them if they are few; otherwise those with failures, then those whose
-    loss differs most from the middle one.
-    """
-    sites = view.sites
-    if len(sites) <= MAX_SITES_SHOWN:
-        return sites
-    losses = sorted(site.loss[-1][1] for site in sites if site.loss)
-    middle = losses[len(losses) // 2] if losses else 0.0
-
-    def interest(site: SiteView) -> tuple[int, float]:
-        distance = abs(site.loss[-1][1] - middle) if site.loss else 0.0
-        return site.num_failures, distance if math.isfinite(distance) else math.inf
-
-    chosen = {s.site for s in sorted(sites, key=interest)[-MAX_SITES_SHOWN:]}
-    return tuple(site for site in sites if site.site in chosen)
-
-
 def site_colours(view: RunView) -> Mapping[str, str]:
     """One colour for each site that figures show, the same in all of them."""
-    sites = shown_sites(view)
+    sites = view.shown_sites
     return {s.site: c for s, c in zip(sites, SITE_COLOURS, strict=False)}
 
 
 def training_losses(view: RunView) -> Series:
     """Mean loss while the sites trained, by round; empty if it is never sent."""
-    losses = ((row.index, row.training_loss) for row in view.rounds)
-    return tuple((index, loss) for index, loss in losses if loss is not None)
+    return dict(view.totals.curves)["training"]
 
 
 def _curves(
@@ -145,14 +128,12 @@ def _curves(
     def points_of(series: Series) -> list[tuple[float, float]]:
         return drawable(((at, change(value)) for at, value in series), log=log)
 
-    points = points_of(
-        view.pooled(lambda sums: sums.loss if by_loss else sums.accuracy)
-    )
+    points = points_of(dict(view.totals.curves)["loss" if by_loss else "accuracy"])
     if not points:
         return None
     figure, axes = new_figure()
     colours = site_colours(view)
-    for site in shown_sites(view):
+    for site in view.shown_sites:
         own = points_of(site.loss if by_loss else site.accuracy)
         draw_line(axes, site.site, own, colours[site.site], lw=1.2, zorder=3)
     dashes = {"lw": 1.6, "ls": (0, (3, 2))}
@@ -172,7 +153,7 @@ def _shade_noise(
 ) -> None:
     """Shade two standard deviations of the noise on the results."""
     bands = []
-    for event in view.evaluations():
+    for event in () if view.past else view.evaluations():
         noise = (loss_noise if by_loss else accuracy_noise)(view.privacy, event)
         if noise is None or not event.pooled.count:
             continue
@@ -194,7 +175,7 @@ def _epsilon(view: RunView) -> Figure | None:
     colours = site_colours(view)
     if is_of_sites(view.privacy):  # One line hides all others.
         colours = dict.fromkeys(colours, POOLED_COLOUR)
-    for site in shown_sites(view):
+    for site in view.shown_sites:
         points = drawable(site.epsilon)
         draw_line(axes, site.site, points, colours[site.site], lw=1.6)
     for cap in sorted({site.epsilon_cap for site in view.privacy.sites}):
@@ -215,7 +196,7 @@ def _epsilon(view: RunView) -> Figure | None:
 
 
 def _mark_lost_rounds(axes: Axes, view: RunView) -> None:
-    for row in view.rounds:
+    for row in view.totals.rows:
         if row.status != "completed":
             axes.axvspan(row.index - 0.5, row.index + 0.5, color=_FAILED, alpha=0.08)
 
@@ -224,7 +205,7 @@ def _data(view: RunView) -> Figure | None:
     """Draw the sites' data: a heat map of counts, or bars without labels."""
     if view.data is None:
         return None
-    names = [site.site for site in shown_sites(view)]
+    names = [site.site for site in view.shown_sites]
     shares = {share.site: share for share in view.data.shares}
     rows = [shares[name] for name in names if name in shares]
     if not rows:
@@ -296,7 +277,7 @@ def _heat_map(
 
 
 def _bytes(view: RunView) -> Figure | None:
-    sites = shown_sites(view)
+    sites = view.shown_sites
     if not any(site.bytes_up or site.bytes_down for site in sites):
         return None
     figure, axes = new_figure(rows=len(sites) * 1.4)
@@ -315,60 +296,48 @@ def _bytes(view: RunView) -> Figure | None:
 
 def _participation(view: RunView) -> Figure | None:
     """Draw a cell for each site and round: which took part, which failed."""
-    rounds = view.rounds[-MAX_ROUNDS_IN_STRIP:]
+    rounds = view.totals.rows[-MAX_ROWS:]
     if not rounds:
         return None
     sites = [site.site for site in view.sites]
     if len(sites) > MAX_ROWS_IN_STRIP:
-        sites = [site.site for site in shown_sites(view)]
+        sites = [site.site for site in view.shown_sites]
     has_gaps = len(rounds) <= _ROUNDS_WITH_GAPS
     figure, axes = new_figure(rows=len(sites), row=_STRIP_ROW)
-    found: dict[str, str] = {}
-    states_of = [_states(row) for row in rounds]
+    found: set[str] = set()
+    places = {site: at for at, site in enumerate(view.started.sites)}
     for place, site in enumerate(sites):
         states = [
-            (known.get(site, "not asked"), row.index)
-            for known, row in zip(states_of, rounds, strict=True)
+            (row.sites[places[site]] if site in places else NOT_ASKED, row.index)
+            for row in rounds
         ]
         for state, cells in groupby(states, lambda cell: cell[0]):
-            found[state] = _STATES[state]
+            found.add(state)
             at = [index for _, index in cells]
             # Cells too narrow for a gap are drawn as one.
             merged = [(at[0] - 0.5, float(len(at)))]
             bars = [(index - 0.45, 0.9) for index in at] if has_gaps else merged
-            axes.broken_barh(bars, (place - 0.42, 0.84), fc=found[state])
+            axes.broken_barh(bars, (place - 0.42, 0.84), fc=_STATES[state][1])
     axes.set_yticks(range(len(sites)), cut_names(sites))
     axes.invert_yaxis()
     label_axes(axes, "round", "")
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
-    add_legend(axes, {state: found[state] for state in _STATES if state in found})
+    add_legend(axes, dict(_STATES[state] for state in _STATES if state in found))
     return figure
 
 
-def _states(row: RoundView) -> Mapping[str, str]:
-    """The states of the sites that a round asked, keys of ``_STATES``."""
-    failed = (r.site for r in row.reports if isinstance(r, SiteFailed))
-    answered = row.finished.answered if row.finished is not None else ()
-    return {
-        **dict.fromkeys(row.cohort, "no update"),
-        **dict.fromkeys(failed, "failed"),
-        **dict.fromkeys(answered, "took part"),
-    }
-
-
 def _update_norm(view: RunView) -> Figure | None:
+    rows = view.totals.rows
     points = drawable(
-        (row.index, row.finished.update_norm)
-        for row in view.rounds
-        if row.finished is not None and row.finished.update_norm is not None
+        (row.index, row.update_norm) for row in rows if row.update_norm is not None
     )
     if not points:
         return None
     figure, axes = new_figure()
     draw_line(axes, "combined update", points, POOLED_COLOUR, lw=2)
     if view.clip_adapts:
-        clips = ((row.index, row.update_clip) for row in view.rounds)
+        clips = ((row.index, row.update_clip) for row in rows)
         found = drawable((at, clip) for at, clip in clips if clip is not None)
         draw_line(axes, "clip norm", found, _CLIP_COLOUR, lw=2)
         add_legend(axes, {"combined update": POOLED_COLOUR, "clip norm": _CLIP_COLOUR})

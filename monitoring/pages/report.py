@@ -32,6 +32,7 @@ from monitoring.views.round_view import (
     perplexity,
 )
 from monitoring.views.run_plan import PlanRow, RunPlan
+from monitoring.views.run_totals import MAX_ROWS
 from monitoring.views.run_view import VIRTUAL, RunView
 from monitoring.views.site_view import SiteView
 from monitoring.views.statistics_view import RunStatistics
@@ -201,7 +202,7 @@ def context(
         "cell_noise": _cell_noise(view),
         "colours": plots.site_colours(view),
         "sites": _listed_sites(view),
-        "rounds": totals.rows,
+        "rounds": totals.rows[-MAX_ROWS:],
         "failures": totals.failures,
         "num_failures": totals.num_failures,
         "kinds": dict(totals.kinds),

@@ -121,7 +121,7 @@ def _traffic(sweep: _Sweep) -> Table:
     rows = list[Sequence[Any]]()
     for name, view in sweep.views.items():
         seconds, sent = 0.0, 0
-        for row in view.rounds:
+        for row in view.totals.rows:
             seconds += row.seconds or 0.0
             sent += row.bytes_up + row.bytes_down
             rows.append((name, row.index, seconds, sent))
@@ -156,7 +156,7 @@ def _draw_traffic(table: Table) -> Figure:
 def _use(sweep: _Sweep) -> Table:
     rows = list[Sequence[Any]]()
     for name, view in sweep.views.items():
-        whole = sum(row.seconds or 0.0 for row in view.rounds)
+        whole = sum(row.seconds or 0.0 for row in view.totals.rows)
         for site in view.sites if whole else ():
             busy = None if site.used is None else site.used.busy_seconds
             rows.append((name, site.site, whole, site.seconds, busy))
@@ -191,7 +191,7 @@ def _draw_use(table: Table) -> Figure:
 def _sites(sweep: _Sweep) -> Table:
     rows = []
     for name, view in sweep.views.items():
-        took = [row.seconds for row in view.rounds if row.seconds is not None]
+        took = [row.seconds for row in view.totals.rows if row.seconds is not None]
         if took:
             middle = statistics.median(took)
             rows.append((name, len(view.started.sites), len(took), middle, sum(took)))

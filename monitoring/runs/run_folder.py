@@ -11,18 +11,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tomli_w
 
 from federation import folder_lock
 from federation.durable_files import flush, replace_file, unavailable
-from federation.errors import CorruptObject, JobError, RunConflict, RunNotFound
-from federation.event_log import from_line, no_collection, read_events
+from federation.errors import (
+    CorruptObject,
+    JobError,
+    RunConflict,
+    RunNotFound,
+    StoreUnavailable,
+    os_errors,
+)
+from federation.event_log import KINDS, from_line, no_collection, read_events
 from federation.events import (
     CheckpointSaved,
     Event,
     ModelEvaluated,
+    RunEvent,
     RunExtended,
     RunFinished,
     RunStarted,
@@ -32,6 +40,8 @@ from federation.ids import RunId, SiteId, new_run_id
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import LedgerAnchor, join_anchors
+from monitoring.runs.fold_cache import WORTH_BYTES
+from monitoring.runs.run_reader import RunReader
 from monitoring.views import run_plan
 from monitoring.views.run_fold import fold
 from monitoring.views.run_view import COMPLETED, EXHAUSTED, RunView
@@ -43,6 +53,7 @@ if TYPE_CHECKING:
 # What the aggregator's service has a run from; see ``deploy.aggregator_host``.
 REQUEST = "request.json"
 COMPARISON = Path("comparison.html")
+_Event = TypeVar("_Event", bound=RunEvent)
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 
 
@@ -100,8 +111,13 @@ class RunFolder:
         """Whether a run has begun here."""
         return self.events.is_file()
 
-    def read_events(self, *, without: Collection[type[Event]] = ()) -> list[Event]:
-        """Everything that happened so far, but for some kinds.
+    def read_events(
+        self,
+        *,
+        without: Collection[type[Event]] = (),
+        only: Collection[type[Event]] = (),
+    ) -> list[Event]:
+        """Everything that happened so far, but for some kinds; see ``event_log``.
 
         Raises:
             RunNotFound: No run has begun here.
@@ -110,7 +126,7 @@ class RunFolder:
         """
         if not self.exists():
             raise RunNotFound(f"there is no run in {self.path} (no events.jsonl)")
-        return read_events(self.events, without=without)
+        return read_events(self.events, without=without, only=only)
 
     def view(self, *, without: Collection[type[Event]] = ()) -> RunView:
         """The view of the events.
@@ -127,6 +143,27 @@ class RunFolder:
         if not any(isinstance(event, RunStarted) for event in found):
             raise RunNotFound(f"the run in {self.path} ended before its first event")
         return fold(found)
+
+    def settled_view(self, *, without: Collection[type[Event]] = ()) -> RunView:
+        """The view of the events; of a long log, one with settled rounds.
+
+        It takes a second where a long log has left what its rounds came to.
+
+        Args:
+            without: Kinds of events that are not read if the log is short.
+
+        Raises:
+            RunNotFound: There is none, or it ended before its first event.
+            CorruptObject: The record is damaged.
+            StoreUnavailable: The record cannot be read.
+        """
+        with os_errors(StoreUnavailable, f"read {self.events}"):
+            if self.exists() and self.events.stat().st_size >= WORTH_BYTES:
+                reader = RunReader(self.events)
+                reader.look()
+                if reader.fold.has_started and not reader.tail.damaged:
+                    return reader.fold.view()
+        return self.view(without=without)  # Or what is wrong with it.
 
     def is_ended(self) -> bool:
         """Whether nothing is left to do, by the last line of the record."""
@@ -147,8 +184,7 @@ class RunFolder:
             CorruptObject: The record is damaged.
             StoreUnavailable: The record cannot be read.
         """
-        found = self.read_events() if self.exists() else []
-        return {event.engine for event in found if isinstance(event, RunStarted)}
+        return {event.engine for event in self._read_only(RunStarted)}
 
     def anchors(self) -> dict[SiteId, LedgerAnchor]:
         """Return the largest anchor of each site that an answer has brought.
@@ -161,7 +197,8 @@ class RunFolder:
             StoreUnavailable: The record cannot be read.
         """
         found: dict[SiteId, LedgerAnchor] = {}
-        for event in self.read_events() if self.exists() else []:
+        kinds = (SiteAnswered, ModelEvaluated)
+        for event in self.read_events(only=kinds) if self.exists() else []:
             spent = []
             if isinstance(event, SiteAnswered):
                 spent = [(event.site, event.spent)]
@@ -178,8 +215,7 @@ class RunFolder:
             CorruptObject: The record is damaged.
             StoreUnavailable: The record cannot be read.
         """
-        found = self.read_events() if self.exists() else []
-        rounds = (e.round_index for e in found if isinstance(e, CheckpointSaved))
+        rounds = (event.round_index for event in self._read_only(CheckpointSaved))
         return max(rounds, default=None)
 
     def extensions(self) -> Sequence[RunExtended]:
@@ -189,8 +225,12 @@ class RunFolder:
             CorruptObject: The record is damaged.
             StoreUnavailable: The record cannot be read.
         """
-        found = self.read_events() if self.exists() else []
-        return [event for event in found if isinstance(event, RunExtended)]
+        return self._read_only(RunExtended)
+
+    def _read_only(self, kind: type[_Event]) -> list[_Event]:
+        kinds = [each for each in KINDS.values() if each is kind]
+        found = self.read_events(only=kinds) if self.exists() else []
+        return [event for event in found if isinstance(event, kind)]
 
     def new_run_id(self, unix_seconds: float) -> RunId:
         """Return the ID of a new run: the folder's name if it is a valid one."""
@@ -203,11 +243,8 @@ class RunFolder:
 
     def run_id(self) -> RunId | None:
         """ID of the run that started here; None if none has."""
-        if not self.exists():
-            return None
-        started = (e for e in self.read_events() if isinstance(e, RunStarted))
-        first = next(started, None)
-        return None if first is None else RunId(first.run_id)
+        started = self._read_only(RunStarted)
+        return RunId(started[0].run_id) if started else None
 
     def completed(self, job: JobSpec) -> RunView | None:
         """The view of a finished run of exactly this job."""
@@ -397,7 +434,7 @@ def leave_report(
 
     path = path or run.report
     with no_collection():
-        view = view or run.view()
+        view = view or run.settled_view()
         plan, found = run_plan.read(run.path), run.read_statistics()
         job = run.read_job()
         write_report(view, job, _versions(), path, plan=plan, statistics=found)

@@ -6,15 +6,15 @@ from dataclasses import asdict
 from typing import Any
 
 from federation.events import CostPredicted, ModelSelected
-from federation.messages import MetricSums, Resources
+from federation.messages import Resources
 from monitoring.views.derived_metrics import reliability, subgroups
 from monitoring.views.round_view import (
-    RoundView,
     accuracy_of,
     loss_of,
     metrics_of,
     perplexity,
 )
+from monitoring.views.run_totals import RoundRow
 from monitoring.views.run_view import RunView
 from monitoring.views.site_view import SiteView
 
@@ -38,9 +38,7 @@ def result(view: RunView) -> dict[str, Any]:
         **_privacy_result(view),
         "rounds": _round_results(view),
         "final_evaluation": {"bytes_up": up, "bytes_down": down},
-        "sites": [
-            _site_result(site, by_results=view.by_results) for site in view.sites
-        ],
+        "sites": [_site_result(site, view) for site in view.sites],
         "storage": [
             {
                 "url": used.url,
@@ -78,7 +76,7 @@ def history(view: RunView) -> list[dict[str, Any]]:
 
 def _round_results(view: RunView) -> list[Mapping[str, Any]]:
     is_private = view.privacy is not None
-    return [_round_result(row, is_private=is_private) for row in view.rounds]
+    return [_round_result(row, is_private=is_private) for row in view.totals.rows]
 
 
 def _predicted(event: CostPredicted | None) -> Mapping[str, Any] | None:
@@ -97,8 +95,7 @@ def _selected(event: ModelSelected) -> Mapping[str, Any]:
     return {**found, "round": found.pop("round_index")}
 
 
-def _own_metrics(sums: MetricSums | None) -> Mapping[str, Any]:
-    means = metrics_of(sums)
+def _own_metrics(means: Mapping[str, float]) -> Mapping[str, Any]:
     return {"metrics": {n: finite(v) for n, v in means.items()}} if means else {}
 
 
@@ -122,7 +119,7 @@ def _final(view: RunView) -> Mapping[str, Any]:
         final["reliability"] = [asdict(each) for each in bins]
     if view.is_language:
         final["perplexity"] = None if loss is None else finite(perplexity(loss))
-    return {**final, **_own_metrics(sums)}
+    return {**final, **_own_metrics(metrics_of(sums))}
 
 
 def _privacy_result(view: RunView) -> Mapping[str, Any]:
@@ -155,7 +152,7 @@ def _privacy_result(view: RunView) -> Mapping[str, Any]:
     return found
 
 
-def _round_result(row: RoundView, *, is_private: bool) -> Mapping[str, Any]:
+def _round_result(row: RoundRow, *, is_private: bool) -> Mapping[str, Any]:
     return {
         "round": row.index,
         "status": row.status,
@@ -163,33 +160,33 @@ def _round_result(row: RoundView, *, is_private: bool) -> Mapping[str, Any]:
         "sites_evaluated": row.sites_evaluated,
         "loss": finite(row.loss),
         "accuracy": finite(row.accuracy),
-        **_own_metrics(row.evaluated.pooled if row.evaluated else None),
-        "asked": len(row.cohort),
+        **_own_metrics(dict(row.metrics)),
+        "asked": row.asked,
         "answered": row.answered,
-        "failed": row.failures,
+        "failed": dict(row.failures),
         "bytes_up": row.bytes_up,
         "bytes_down": row.bytes_down,
         "seconds": row.seconds,
-        "update_norm": finite(row.finished.update_norm if row.finished else None),
+        "update_norm": finite(row.update_norm),
         "update_clip": finite(row.update_clip),
         "epsilon": row.epsilon if is_private else None,
-        "resources": _resources(row.finished.resources if row.finished else None),
+        "resources": _resources(row.resources),
     }
 
 
-def _site_result(site: SiteView, *, by_results: bool) -> Mapping[str, Any]:
-    guaranteed = site.guaranteed(by_results=by_results)
+def _site_result(site: SiteView, view: RunView) -> Mapping[str, Any]:
+    guaranteed = site.guaranteed(by_results=view.by_results)
     return {
         "site": site.site,
         "cloud": site.share.cloud if site.share else None,
         "region": site.share.region if site.share else None,
         "examples": site.share.train_examples if site.share else site.examples,
         "rounds_answered": site.answered,
-        "failures": len(site.failures),
+        "failures": site.num_failures,
         "bytes_up": site.bytes_up,
         "bytes_down": site.bytes_down,
         "seconds": site.seconds,
-        "waited_for": site.waited,
+        "waited_for": view.participation.waited.get(site.site),
         "resources": _resources(site.used),
         "loss": finite(site.loss[-1][1]) if site.loss else None,
         "accuracy": finite(site.accuracy[-1][1]) if site.accuracy else None,

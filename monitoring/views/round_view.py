@@ -13,10 +13,12 @@ from federation.events import (
     SiteFailed,
     StepTaken,
 )
-from federation.messages import MetricSums, Phase
+from federation.messages import MetricSums, Phase, Resources
 from monitoring.views.derived_metrics import derived, means
 
 RUNNING = "running"
+# What became of a site in a round.
+TOOK_PART, FAILED, NO_UPDATE, NOT_ASKED = "+", "x", ".", " "
 
 Reports = tuple[SiteAnswered | SiteFailed, ...]
 
@@ -141,6 +143,35 @@ class RoundView:
     def update_norm(self) -> float | None:
         """Euclidean norm of the combined update; None if there is none."""
         return None if self.finished is None else self.finished.update_norm
+
+    @property
+    def length(self) -> float:
+        """Seconds of a round that ended, until its state was saved; otherwise 0."""
+        if self.finished is None:
+            return 0.0
+        return max(0.0, (self.saved or self.finished).at - self.started_at)
+
+    @property
+    def resources(self) -> Resources | None:
+        """What the round took at the aggregator, if that is known."""
+        return self.finished.resources if self.finished else None
+
+    @property
+    def metrics(self) -> tuple[tuple[str, float], ...]:
+        """Metrics of the model after it, besides loss and accuracy."""
+        found = metrics_of(self.evaluated.pooled if self.evaluated else None)
+        return tuple(found.items())
+
+    @property
+    def states(self) -> Mapping[str, str]:
+        """What became of each site that it asked."""
+        failed = (r.site for r in self.reports if isinstance(r, SiteFailed))
+        answered = self.finished.answered if self.finished else ()
+        return {
+            **dict.fromkeys(self.cohort, NO_UPDATE),
+            **dict.fromkeys(failed, FAILED),
+            **dict.fromkeys(answered, TOOK_PART),
+        }
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -33,6 +33,7 @@ from federation.events import (
     StoreUsed,
     Warned,
 )
+from federation.job.metrics import STATISTICS
 from federation.messages import PrivacySpent
 from monitoring.views.participation import waited
 from monitoring.views.round_view import RoundView
@@ -171,10 +172,17 @@ class RunFold:
         self._seconds_before, self._last_at = state.seconds_before, state.last_at
         self._spent = dict(state.spent)
 
-    def settle(self) -> None:
-        """Replace rounds that are over by their totals, if there are many answers."""
-        if sum(len(row.reports) for row in self._rounds.values()) <= MAX_REPORTS:
+    def settle(self, most: int | None = None) -> None:
+        """Replace rounds that are over by their totals, if there are many answers.
+
+        Args:
+            most: Answers that need not be settled; ``MAX_REPORTS`` by default.
+        """
+        held = sum(len(row.reports) for row in self._rounds.values())
+        if held <= (MAX_REPORTS if most is None else most):
             return
+        if self._started and self._started[-1].task == STATISTICS:
+            return  # They have few rounds, and what they found depends on all.
         limit = min(self._restarts, default=self._last_round + 1)
         ended = [i for i in sorted(self._rounds) if self._rounds[i].ended and i < limit]
         few = len(self._rounds[self._last_round].reports) <= MAX_REPORTS / KEPT_ROUNDS
@@ -195,6 +203,11 @@ class RunFold:
         totals = RunTotals.of(only)
         self._past = (self._past or RunTotals()).plus(totals).settled()
         self._settled = gone[-1]
+
+    @property
+    def finished(self) -> RunFinished | None:
+        """The newest coordinator's last line; None while it works."""
+        return self._newest_of(RunFinished)
 
     @property
     def left_out(self) -> SitesLeftOut | None:
@@ -254,7 +267,7 @@ class RunFold:
             first_started_at=self._started[0].at,
             coordinators=len(self._started),
             extended=tuple(self._extended),
-            finished=self._newest_of(RunFinished),
+            finished=self.finished,
             seconds=self._seconds_before + self._seconds_now(),
             initial=self._rounds[0].evaluated if 0 in self._rounds else None,
             rounds=tuple(
@@ -364,9 +377,8 @@ class RunFold:
         )
 
     def _seconds_now(self) -> float:
-        finished = self._newest_of(RunFinished)
-        if finished is not None:
-            return finished.seconds
+        if self.finished is not None:
+            return self.finished.seconds
         return max(0.0, self._last_at - self._started[-1].at)
 
 

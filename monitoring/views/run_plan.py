@@ -12,7 +12,6 @@ from pathlib import Path
 from federation import durable_files
 from federation.rounds import cost
 from federation.rounds.cost import PHASES, Speeds
-from monitoring.views.round_view import RoundView
 from monitoring.views.run_view import RunView
 
 NAME = "plan.json"
@@ -171,14 +170,7 @@ def seconds_of(view: RunView, *, submitted_at: float) -> Mapping[str, float]:
 
     What coordinators that were killed took besides counts as ``final evaluation``.
     """
-    first, *later = [round_length(row) for row in view.rounds] or [0.0]
+    first, *later = [row.length for row in view.totals.rows] or [0.0]
     rest = max(0.0, view.seconds - first - sum(later))
     setup = max(0.0, view.first_started_at - submitted_at)
     return dict(zip(PHASES, (setup, first, sum(later), rest), strict=True))
-
-
-def round_length(row: RoundView) -> float:
-    """Seconds of a round that ended, until its state was saved."""
-    if row.finished is None:
-        return 0.0
-    return max(0.0, (row.saved or row.finished).at - row.started_at)

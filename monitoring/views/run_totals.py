@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from federation.events import CheckpointSaved, ModelEvaluated, SiteFailed
 from federation.messages import Resources
-from monitoring.views.round_view import RoundView, accuracy_of, loss_of
+from monitoring.views.round_view import NOT_ASKED, RoundView, accuracy_of, loss_of
 from monitoring.views.site_view import Series, SiteView, total
 
 if TYPE_CHECKING:
     from monitoring.views.run_view import RunView
 
-MAX_ROWS = 200  # Rounds of a table.
+MAX_ROWS = 200  # Rounds of a table, and of the figure of who took part.
 MAX_FAILURES = 100  # Failures of a list.
 MAX_POINTS = 500  # Points of a line; of a site's, fewer if there are many sites.
 _MIN_SITE_POINTS, _ALL_SITE_POINTS = 30, 30_000
@@ -29,7 +29,12 @@ Pairs = tuple[tuple[str, Any], ...]  # A mapping, as JSON can hold several.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRow:
-    """A round as a table shows it; the names are those of ``RoundView``."""
+    """A round without its answers; the names are those of ``RoundView``.
+
+    Attributes:
+        sites: What became of each site of the job, a letter for each in its order: see
+            ``round_view``. Empty of rounds before the newest ``MAX_ROWS``.
+    """
 
     index: int
     status: str
@@ -47,11 +52,22 @@ class RoundRow:
     seconds: float | None
     update_clip: float | None
     update_norm: float | None
+    length: float
+    resources: Resources | None
+    metrics: tuple[tuple[str, float], ...]
+    sites: str
 
     @classmethod
-    def of(cls, row: RoundView) -> "RoundRow":
-        """Take the row of a round."""
-        return cls(**{each.name: getattr(row, each.name) for each in fields(cls)})
+    def of(cls, row: RoundView, sites: Sequence[str]) -> "RoundRow":
+        """Take the row of a round; ``sites`` are those of the job."""
+        states = row.states
+        found = "".join(states.get(site, NOT_ASKED) for site in sites)
+        names = (each.name for each in fields(cls) if each.name != "sites")
+        return cls(**{name: getattr(row, name) for name in names}, sites=found)
+
+    def without_sites(self) -> "RoundRow":
+        """Forget what became of each site."""
+        return replace(self, sites="") if self.sites else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +98,7 @@ class RunTotals:
         sites: What each site did.
         curves: Points of lines by name: ``loss``, ``accuracy``, ``training``, ``up``,
             ``down`` and ``seconds``.
-        rows: The newest rounds, for a table.
+        rows: All rounds.
     """
 
     num_rounds: int = 0
@@ -141,7 +157,12 @@ class RunTotals:
             saved=saved[-1] if saved else None,
             sites=view.sites,
             curves=_pairs(_curves(view)),
-            rows=tuple(RoundRow.of(row) for row in view.rounds[-MAX_ROWS:]),
+            rows=tuple(
+                RoundRow.of(row, view.started.sites if left <= MAX_ROWS else ())
+                for row, left in zip(
+                    view.rounds, range(len(view.rounds), 0, -1), strict=True
+                )
+            ),
         )
 
     def plus(self, later: "RunTotals") -> "RunTotals":
@@ -172,7 +193,7 @@ class RunTotals:
             saved=later.saved or self.saved,
             sites=_joined_sites(self.sites, later.sites),
             curves=_joined_curves(self.curves, later.curves),
-            rows=(*self.rows, *later.rows)[-MAX_ROWS:],
+            rows=(*self.rows, *later.rows),
         )
 
     def settled(self) -> "RunTotals":
@@ -182,6 +203,13 @@ class RunTotals:
             self,
             sites=tuple(_settled(site, min(points, MAX_POINTS)) for site in self.sites),
             curves=tuple((n, _thinned(c, MAX_POINTS)) for n, c in self.curves),
+            rows=(
+                *(
+                    replace(r, sites="") if r.sites else r
+                    for r in self.rows[:-MAX_ROWS]
+                ),
+                *self.rows[-MAX_ROWS:],
+            ),
         )
 
 

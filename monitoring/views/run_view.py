@@ -5,6 +5,7 @@ newest record of a round counts, in its traffic too, while ``seconds`` adds up a
 coordinators. Nothing here draws, and nothing here imports more than the kernel.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +53,7 @@ EXHAUSTED = "exhausted"
 INTERRUPTED = "interrupted"
 DEPLOYED = "deployed"
 VIRTUAL = "virtual"
+MAX_SITES_SHOWN = 8  # In figures.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,13 +309,7 @@ class RunView:
     def sites(self) -> tuple[SiteView, ...]:
         """Every site, in the order of the job; unknown ones that answered come last."""
         if self.past is not None:
-            waits = self.participation.waited
-            return tuple(
-                s
-                if s.waited == waits.get(s.site)
-                else replace(s, waited=waits.get(s.site))
-                for s in self.totals.sites
-            )
+            return self.totals.sites
         shares = {share.site: share for share in self.data.shares} if self.data else {}
         reports: dict[str, list[SiteAnswered | SiteFailed]] = {
             site: [] for site in self.started.sites
@@ -342,17 +338,36 @@ class RunView:
             view = site_view(
                 site, shares.get(site), reports.get(site, []), own, step_bytes
             )
-            views.append(
-                replace(
+            if self.privacy is not None:
+                view = replace(
                     view,
-                    waited=self.participation.waited.get(site),
                     promise=promises.get(site),
                     spent=self.spent.get(site),
                     epsilon=epsilon,
                     held_out_epsilon=held_out_epsilon,
                 )
-            )
+            views.append(view)
         return tuple(views)
+
+    @cached_property
+    def shown_sites(self) -> tuple[SiteView, ...]:
+        """The sites that figures show, in the order of the job.
+
+        All of them if they are few; otherwise those with failures, then those whose
+        loss differs most from the middle one.
+        """
+        sites = self.sites
+        if len(sites) <= MAX_SITES_SHOWN:
+            return sites
+        losses = sorted(site.loss[-1][1] for site in sites if site.loss)
+        middle = losses[len(losses) // 2] if losses else 0.0
+
+        def interest(site: SiteView) -> tuple[int, float]:
+            distance = abs(site.loss[-1][1] - middle) if site.loss else 0.0
+            return site.num_failures, distance if math.isfinite(distance) else math.inf
+
+        chosen = {s.site for s in sorted(sites, key=interest)[-MAX_SITES_SHOWN:]}
+        return tuple(site for site in sites if site.site in chosen)
 
     def _told(self) -> Mapping[str, list[tuple[int, PrivacySpent]]]:
         """The spending that each site reported, with the round of the report."""

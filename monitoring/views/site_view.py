@@ -37,7 +37,6 @@ class SiteView:
         accuracy: Accuracy of the same.
         failures: Everything of it that did not count; not of rounds that are settled.
         num_failures: How many these are, in all rounds.
-        waited: Site-seconds that others waited for it; None if that is not known.
         promise: What it promises of its records; None without privacy.
         spent: The most that it has reported to have spent; None if it has not.
         epsilon: What it had spent on its training records, by round.
@@ -57,7 +56,6 @@ class SiteView:
     accuracy: Series
     failures: tuple[SiteFailed, ...]
     num_failures: int
-    waited: float | None = None
     promise: SitePrivacy | None = None
     spent: PrivacySpent | None = None
     epsilon: Series = ()

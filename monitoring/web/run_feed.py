@@ -5,26 +5,21 @@ rendered from one ``RunView``. What may not leave a site is not in the events, a
 not here; see ``federation.job.disclosure``.
 """
 
-import io
 import math
-import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from federation.events import Event, RunFinished, RunStarted, SiteFailed
+from federation.event_log import no_collection
+from federation.events import SiteFailed
 from monitoring.pages import plots, report
 from monitoring.pages.figures import themed
 from monitoring.pages.timeline_plot import MAX_ROUNDS_IN_TIMELINE, PHASES, bars
 from monitoring.runs.run_folder import RunFolder
-from monitoring.terminal.progress import PlainProgress
+from monitoring.runs.run_reader import RunReader
 from monitoring.views.round_view import RUNNING, RoundView, perplexity
-from monitoring.views.run_fold import RunFold
 from monitoring.views.run_view import COMPLETED, EXHAUSTED, RunView
 from monitoring.views.site_view import Series
-from monitoring.web import fold_cache
-from monitoring.web.event_tail import EventTail
 
 SECTIONS = (
     "masthead",
@@ -36,7 +31,6 @@ SECTIONS = (
     "warnings",
 )
 INK = ""  # The page's own colour of text, dark or light.
-MAX_LOG_LINES = 300
 MAX_AWAITED = 20
 
 Row = tuple[float | None, ...]  # x, and the value of each line there
@@ -95,96 +89,22 @@ class RunFeed:
             revoked: Returns the names of sites that were revoked.
         """
         self._run, self._revoked = run, revoked
-        self._tail = EventTail(run)
-        self._known: Sequence[int] = ()  # Rounds with which coordinators begin.
-        self._forget()
-        found = fold_cache.read(run.path)
-        if found is not None:
-            for event in found.events:
-                self._take(event)
-            self._fold.restore(found.state)
-            self._log.extend(found.log)
-            self._text.truncate(self._text.seek(0))
-            self._tail.go_to(found.offset, found.mark)
-            self._tail.damaged = found.damaged
-        self._saved = self._tail.place[0]
-
-    def _forget(self, first_rounds: Sequence[int] = ()) -> None:
-        self._fold = RunFold()
-        self._fold.expect(first_rounds)
-        self._text = io.StringIO()
-        self._progress = PlainProgress(self._text)
-        self._log: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        self._reader = RunReader(run.events)
         self._whole: _Whole | None = None
-        self._has_ended = self._is_done = False
 
     @property
     def is_over(self) -> bool:
         """Whether the run has ended, by its newest events, or was deleted."""
-        return self._has_ended or self._tail.is_gone
+        return self._reader.fold.finished is not None or self._reader.tail.is_gone
 
     @property
     def is_behind(self) -> bool:
         """Whether there is more to read now."""
-        return self._tail.read < 1
+        return self._reader.is_behind
 
     def look(self, seconds: float = math.inf) -> bool:
-        """Read what was written since; whether there was anything.
-
-        Args:
-            seconds: For how long at most, about; then ``is_behind`` says so.
-        """
-        has_news, end = self._look(), time.thread_time() + seconds
-        while self.is_behind and time.thread_time() < end:
-            has_news |= self._look()
-        self._save()
-        return has_news
-
-    def _look(self) -> bool:
-        was_gone, events = self._tail.is_gone, self._tail.block()
-        has_news = was_gone != self._tail.is_gone
-        if self._tail.is_anew:
-            self._forget(self._known)
-            self._saved = 0
-        for event in events:
-            has_news = True
-            self._take(event)
-        if self._fold.is_lost and self._known != (known := self._tail.first_rounds()):
-            self._known = known
-            self._tail.go_to(0, "")
-            return self._look()
-        self._fold.is_lost = False  # Of a log that says no more about it.
-        self._fold.settle()
-        self._log += self._text.getvalue().splitlines()
-        self._text.truncate(self._text.seek(0))
-        return has_news
-
-    def _save(self) -> None:
-        """Leave what was read for whoever opens the page next."""
-        offset, mark = self._tail.place
-        if offset < self._saved + fold_cache.WORTH_BYTES or not self._fold.has_started:
-            return
-        self._saved = offset
-        state, events = self._fold.kept()
-        fold_cache.write(
-            self._run.path,
-            fold_cache.CachedFold(
-                offset=offset,
-                mark=mark,
-                damaged=self._tail.damaged,
-                state=state,
-                events=events,
-                log=[*self._log],
-            ),
-        )
-
-    def _take(self, event: Event) -> None:
-        self._fold.add(event)
-        if isinstance(event, RunStarted | RunFinished):
-            self._has_ended = isinstance(event, RunFinished)
-            self._is_done = getattr(event, "status", "") in {COMPLETED, EXHAUSTED}
-        if self._fold.has_started:
-            self._progress(event)
+        """Read what was written since; see ``RunReader.look``."""
+        return self._reader.look(seconds)
 
     def page(self, now: float, *, whole: bool = True) -> Page | None:
         """The page; None before the run's first event.
@@ -194,13 +114,17 @@ class RunFeed:
             whole: Whether tables and charts are made anew, which takes the longer the
                 more rounds and sites there are; otherwise they are as they were last.
         """
-        if not self._fold.has_started:
+        if not self._reader.fold.has_started:
             return None
-        view = self._fold.view()
+        with no_collection():
+            return self._made(now, whole=whole)
+
+    def _made(self, now: float, *, whole: bool) -> Page:
+        view = self._reader.fold.view()
         is_live = self._run.is_locked()
         if whole or self._whole is None:
             sections = report.render_sections(view, SECTIONS, is_live=is_live)
-            shown = [site.site for site in plots.shown_sites(view)]
+            shown = [site.site for site in view.shown_sites]
             self._whole = sections, charts(view), shown
         tables, drawn, sites = self._whole
         done = f"{view.num_rounds}/{view.started.rounds}"
@@ -210,17 +134,19 @@ class RunFeed:
             sections={
                 **tables,
                 "now": self._now(view, now, state=self._state(is_live=is_live)),
-                "log": _log(self._log, self._tail.damaged),
+                "log": _log(self._reader.log, self._reader.tail.damaged),
             },
             charts=drawn,
             timeline=timeline(view, sites, now),
         )
 
     def _state(self, *, is_live: bool) -> str:
-        if self._tail.is_gone:
+        if self._reader.tail.is_gone:
             return "deleted"
-        if self._has_ended:
-            return "ended" if self._is_done else "stopped"
+        finished = self._reader.fold.finished
+        if finished is not None:
+            is_done = finished.status in {COMPLETED, EXHAUSTED}
+            return "ended" if is_done else "stopped"
         return "live" if is_live else "interrupted"
 
     def _now(self, view: RunView, now: float, *, state: str) -> str:
@@ -243,7 +169,7 @@ class RunFeed:
                 waited=0.0 if row is None else max(0.0, now - row.started_at),
                 left=left,
                 revoked=self._revoked(),
-                read=self._tail.read,
+                read=self._reader.tail.read,
                 late=_late(view, now) if silent else "",
             )
         )
@@ -320,7 +246,7 @@ def _over_sites(
     lines = [(plots.ALL_SITES, INK, pooled)] if pooled else []
     lines += [
         (site.site, colours[site.site], own(site))
-        for site in plots.shown_sites(view)
+        for site in view.shown_sites
         if own(site)
     ]
     return _joined(title, lines)

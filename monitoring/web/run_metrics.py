@@ -26,11 +26,11 @@ from federation.events import (
     SiteFailed,
 )
 from federation.messages import FailureKind
+from monitoring.runs.event_tail import EventTail
 from monitoring.runs.run_folder import RunFolder
 from monitoring.terminal.progress import DECLINED
 from monitoring.views.round_view import RUNNING, accuracy_of, loss_of
 from monitoring.views.site_view import spent_by_site
-from monitoring.web.event_tail import EventTail
 
 MAX_RUNS, MAX_SITES = 20, 200
 WORSE_FACTOR = 1.5  # Of the best loss, for one that is much worse.
@@ -312,7 +312,9 @@ class RunsCollector(Collector):
         folders = {run.path: run for run in self._find()[-MAX_RUNS:]}
         self._known = {p: known for p, known in self._known.items() if p in folders}
         for path, run in folders.items():
-            tail, numbers = self._known.setdefault(path, (EventTail(run), RunNumbers()))
+            tail, numbers = self._known.setdefault(
+                path, (EventTail(run.events), RunNumbers())
+            )
             events = tail.news()
             if tail.is_anew:
                 numbers = RunNumbers()

@@ -26,9 +26,9 @@ from federation.events import (
 )
 from federation.messages import Phase
 from federation.protocols import Clock
+from monitoring.runs.event_tail import EventTail
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.run_view import INTERRUPTED
-from monitoring.web.event_tail import EventTail
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -220,7 +220,7 @@ class TraceSender:
             path: known for path, known in self._runs.items() if path in folders
         }
         for path, run in folders.items():
-            new = (EventTail(run), RoundTraces(since=self._since))
+            new = (EventTail(run.events), RoundTraces(since=self._since))
             tail, traces = self._runs.setdefault(path, new)
             for event in tail.news():
                 self._pending += traces.add(event)

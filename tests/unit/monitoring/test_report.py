@@ -28,10 +28,8 @@ from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent, Re
 from monitoring.pages import panels
 from monitoring.pages.figures import MAX_READOUTS, POOLED_COLOUR
 from monitoring.pages.plots import (
-    MAX_SITES_SHOWN,
     UP_COLOUR,
     draw_all,
-    shown_sites,
     site_colours,
 )
 from monitoring.pages.report import FAILURE_MEANINGS, render, write_report
@@ -39,7 +37,7 @@ from monitoring.terminal.progress import PlainProgress
 from monitoring.views.result_json import result
 from monitoring.views.round_view import metrics_of
 from monitoring.views.run_fold import fold
-from monitoring.views.run_view import RunView
+from monitoring.views.run_view import MAX_SITES_SHOWN, RunView
 
 # One worker draws each page once.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("report")]
@@ -589,8 +587,8 @@ def test_many_sites_and_labels_are_cut_and_counted():
     """Hundreds of sites do not blow the page up, and it says what is missing."""
     view = fold(event_samples.many_sites(1000, 3))
     page = render(view, JOB, VERSIONS)
-    assert MAX_SITES_SHOWN == len(shown_sites(view)) == len(site_colours(view))
-    assert all(site.failures for site in shown_sites(view))
+    assert MAX_SITES_SHOWN == len(view.shown_sites) == len(site_colours(view))
+    assert all(site.failures for site in view.shown_sites)
     assert f"Figures show {MAX_SITES_SHOWN} of 1,000 sites" in page
     assert "100 of 1,000 sites; result.json has all" in page
     assert len(page) < 1_000_000

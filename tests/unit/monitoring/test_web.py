@@ -15,10 +15,10 @@ from federation.event_log import EventWriter
 from federation.events import Event, RunFinished, SiteFailed
 from federation.messages import FailureKind
 from monitoring.pages import report
+from monitoring.runs import event_tail, fold_cache
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views import run_fold
 from monitoring.views.run_fold import fold
-from monitoring.web import event_tail, fold_cache
 from monitoring.web.app import Changes, Shown, live_app
 from monitoring.web.run_feed import SECTIONS, Page, RunFeed, charts
 from monitoring.web.run_metrics import RunsCollector
@@ -134,7 +134,7 @@ def test_settled_rounds_leave_every_number_as_it_is(
         assert {n: page.sections[n] for n in SECTIONS} == expected
         assert page.charts == charts(whole)
         assert page.sections["log"] == _page(feeds[0]).sections["log"]
-        assert feed._fold.view().past is not None
+        assert feed._reader.fold.view().past is not None
 
 
 @pytest.mark.slow

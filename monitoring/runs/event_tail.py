@@ -3,11 +3,11 @@
 import hashlib
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from typing import BinaryIO
 
 from federation.event_log import from_line
 from federation.events import Event, RunStarted
-from monitoring.runs.run_folder import RunFolder
 
 BLOCK_BYTES = 1 << 20  # Read at once: many events, or a few long ones.
 _MARK_BYTES = 1 << 12
@@ -26,9 +26,9 @@ class EventTail:
         read: Share of the file that was read, 0 to 1.
     """
 
-    def __init__(self, run: RunFolder) -> None:
-        """Begin before the first event."""
-        self._path = run.events
+    def __init__(self, path: Path) -> None:
+        """Begin before the first event of a log."""
+        self._path = path
         self._offset = 0
         self._mark = b""  # Of the bytes before the offset.
         self.damaged = 0
@@ -43,6 +43,16 @@ class EventTail:
     def go_to(self, offset: int, mark: str) -> None:
         """Begin at a place; if the file is another one, the next look begins anew."""
         self._offset, self._mark = offset, bytes.fromhex(mark)
+
+    def skip(self) -> None:
+        """Go to the end, past lines that somebody else has read.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        with self._path.open("rb") as events:
+            self._offset, self.read = events.seek(0, 2), 1.0
+            self._mark = _mark(events, self._offset)
 
     def news(self) -> Iterator[Event]:
         """Return what was written since; nothing if the run was deleted."""

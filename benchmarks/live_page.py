@@ -1,0 +1,225 @@
+"""Opening and refreshing the page of a long run, and its report.
+
+    python benchmarks/live_page.py [--rounds 100] [--sites 1000] [--folder DIR]
+
+Writes the events of a run as a coordinator does, each site with numbers of its own in
+every round; with `--rounds 10000` that is 10 GB. Then it measures, each in a process of
+its own: the page from what the run has left, a refresh of it while rounds are added,
+the report, and the page from the events alone.
+
+JSON lines on stdout, the machine first; a table on stderr.
+"""
+
+import argparse
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+import machine
+
+from federation.event_log import EventWriter
+from federation.events import (
+    CheckpointSaved,
+    Event,
+    ModelEvaluated,
+    RoundFinished,
+    RoundStarted,
+    RunStarted,
+    SiteAnswered,
+)
+from federation.messages import MetricSums, Phase, Resources
+from monitoring.runs import fold_cache
+from monitoring.runs.run_folder import RunFolder, leave_report
+from monitoring.runs.run_reader import RunReader
+from monitoring.web.run_feed import RunFeed
+
+ROUND_SECONDS = 60.0
+BEGAN = 1_790_000_000.0
+ADDED = 5  # Rounds, while the page is open.
+
+
+def begin(num_sites: int, rounds: int) -> RunStarted:
+    return RunStarted(
+        at=BEGAN,
+        run_id="20260921-120000-abcdef",
+        job_name="long",
+        rounds=rounds,
+        first_round=1,
+        sites=tuple(f"site-{i:04d}" for i in range(num_sites)),
+        parameters=1_000_000,
+        engine="deployed",
+        task="classification",
+    )
+
+
+def a_round(started: RunStarted, index: int, random: Random) -> Iterator[Event]:
+    """Make the events of one round."""
+    began, sites = BEGAN + ROUND_SECONDS * index, started.sites
+    yield RoundStarted(at=began, round_index=index, cohort=sites)
+    measured = []
+    for number, site in enumerate(sites):
+        sent, took = 0.001 * number, random.uniform(20, 55)
+        own = sums(random, 1000, 2.0 / index**0.3)
+        measured.append(own)
+        yield SiteAnswered(
+            at=began + took,
+            round_index=index,
+            site=site,
+            asked_seconds=sent,
+            answered_seconds=sent + took,
+            bytes_down=4_000_123,
+            bytes_up=4_000_000 + random.randrange(1000),
+            num_examples=10_000,
+            num_steps=100,
+            weight=10_000.0,
+            training=sums(random, 10_000, 2.1 / index**0.3),
+            evaluation=own,
+            phases=(
+                Phase(name="decode", start_seconds=2.0, seconds=0.1),
+                Phase(name="evaluate", start_seconds=2.1, seconds=random.random()),
+                Phase(name="train", start_seconds=3.1, seconds=0.8 * took),
+                Phase(name="encode", start_seconds=3.2 + 0.8 * took, seconds=0.1),
+            ),
+            resources=Resources(
+                busy_seconds=0.9 * took,
+                cpu_seconds=1.7 * took,
+                peak_memory_bytes=900_000_000 + random.randrange(1 << 20),
+                method="process",
+            ),
+        )
+    none = (0,) * len(sites)
+    yield ModelEvaluated(
+        at=began + 56,
+        round_index=index - 1,
+        pooled=sum(measured[1:], measured[0]),
+        sites=sites,
+        by_site=tuple(measured),
+        bytes_down=none,
+        bytes_up=none,
+    )
+    yield RoundFinished(
+        at=began + 57,
+        round_index=index,
+        status="completed",
+        asked=sites,
+        answered=sites,
+        failed=(),
+        bytes_down=4_000_123 * len(sites),
+        bytes_up=4_000_500 * len(sites),
+        seconds=57.0,
+        phases=(Phase(name="exchange", start_seconds=0.0, seconds=56.0),),
+        training=sums(random, 10_000 * len(sites), 2.1 / index**0.3),
+        update_norm=random.random(),
+    )
+    yield CheckpointSaved(
+        at=began + 58, round_index=index, bytes_written=4_000_000, seconds=0.5
+    )
+
+
+def sums(random: Random, count: int, loss: float) -> MetricSums:
+    own = random.uniform(0.9, 1.1) * loss
+    correct = {"correct": random.randrange(count)}
+    return MetricSums(count=count, loss_sum=own * count, metrics=correct)
+
+
+def write(folder: Path, num_sites: int, rounds: int) -> dict[str, float]:
+    """Write a run as its coordinator does; CPU seconds of what it keeps and leaves."""
+    run, random, taking = RunFolder(folder), Random(7), 0.0  # noqa: S311
+    reader = RunReader(run.events)
+    with EventWriter(run.events) as log:
+        started = begin(num_sites, rounds + ADDED)
+        for index in range(rounds + 1):
+            events = a_round(started, index, random) if index else [started]
+            for event in events:
+                log(event)
+                began = time.thread_time()
+                reader.take(event)
+                taking += time.thread_time() - began
+    run.job.write_text("")
+    return {"bytes": run.events.stat().st_size, "take_cpu_per_round": taking / rounds}
+
+
+def show(folder: Path) -> dict[str, float]:
+    """Open the page."""
+    feed = RunFeed(RunFolder(folder))
+    feed.look()
+    feed.page(BEGAN)
+    return {}
+
+
+def refresh(folder: Path, num_sites: int, rounds: int) -> dict[str, float]:
+    """Add rounds; CPU seconds of reading one, and of making the page anew."""
+    run, random = RunFolder(folder), Random(8)  # noqa: S311
+    feed = RunFeed(run)
+    feed.look()
+    feed.page(BEGAN)
+    started = begin(num_sites, rounds + ADDED)
+    reading, making = 0.0, 0.0
+    for index in range(rounds + 1, rounds + ADDED + 1):
+        with EventWriter(run.events) as log:
+            for event in a_round(started, index, random):
+                log(event)
+        began = time.thread_time()
+        feed.look()
+        reading += time.thread_time() - began
+        began = time.thread_time()
+        feed.page(BEGAN)
+        making += time.thread_time() - began
+    return {"read_a_round": reading / ADDED, "make_the_page": making / ADDED}
+
+
+def report(folder: Path) -> dict[str, float]:
+    leave_report(RunFolder(folder))
+    return {}
+
+
+def measured(name: str, work: Callable[[], dict[str, float]]) -> dict[str, object]:
+    began, cpu = time.perf_counter(), time.process_time()
+    found = work()
+    return {
+        "part": name,
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        **found,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--sites", type=int, default=1000)
+    parser.add_argument("--folder", type=Path, help="where there is room")
+    asked = parser.parse_args()
+    size = {"sites": asked.sites, "rounds": asked.rounds}
+    print(json.dumps(machine.facts("live_page", **size)))
+    with tempfile.TemporaryDirectory(dir=asked.folder) as place:
+        folder = Path(place)
+        cache = folder / fold_cache.NAME
+        parts: list[tuple[str, Callable[[], dict[str, float]]]] = [
+            ("write", partial(write, folder, asked.sites, asked.rounds)),
+            ("open", partial(show, folder)),
+            ("report", partial(report, folder)),
+            ("refresh", partial(refresh, folder, asked.sites, asked.rounds)),
+            ("open without what the run left", partial(show, folder)),
+        ]
+        for name, work in parts:
+            if "without" in name:
+                cache.unlink()
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+                row = alone.submit(measured, name, work).result()
+            print(json.dumps(row), flush=True)
+            cells = (f"{key} {value:.3g}" for key, value in [*row.items()][1:])
+            print(f"{name:<32}", "  ".join(cells), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Reads a run's events as they are written, and leaves what they came to.
+
+Whoever works on a run, and whoever shows it, leaves ``.page.json`` in its folder (see
+``fold_cache``), so the next one begins there instead of at the first event.
+"""
+
+import contextlib
+import io
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from federation.event_log import no_collection
+from federation.events import Event, RoundFinished, RunFinished
+from monitoring.runs import fold_cache
+from monitoring.runs.event_tail import EventTail
+from monitoring.terminal.progress import PlainProgress
+from monitoring.views import run_fold
+from monitoring.views.run_fold import RunFold
+
+MAX_LOG_LINES = 300
+# While many events wait to be read: settling costs as much for few rounds as for many.
+_UNSETTLED = 10
+
+
+class RunReader:
+    """Folds the events of a run, from a log or as they happen.
+
+    Attributes:
+        fold: What the events so far came to.
+        log: The last lines of the run's log.
+        tail: Where in the log it is.
+    """
+
+    def __init__(self, log: Path | None) -> None:
+        """Begin where others were.
+
+        Args:
+            log: The run's ``events.jsonl``; None for a run that leaves no files.
+        """
+        self._path = log
+        self.tail = EventTail(log or Path())
+        self._known: Sequence[int] = ()  # Rounds with which coordinators begin.
+        self._forget()
+        found = None if log is None else fold_cache.read(log.parent)
+        if found is not None:
+            for event in found.events:
+                self._add(event)
+            self.fold.restore(found.state)
+            self.log.extend(found.log)
+            self._text.truncate(self._text.seek(0))
+            self.tail.go_to(found.offset, found.mark)
+            self.tail.damaged = found.damaged
+        self._saved = self.tail.place[0]
+
+    def _forget(self, first_rounds: Sequence[int] = ()) -> None:
+        self.fold = RunFold()
+        self.fold.expect(first_rounds)
+        self._text = io.StringIO()
+        self._progress = PlainProgress(self._text)
+        self.log: deque[str] = deque(maxlen=MAX_LOG_LINES)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to read now."""
+        return self.tail.read < 1
+
+    def look(self, seconds: float = math.inf) -> bool:
+        """Read what was written since; whether there was anything.
+
+        Args:
+            seconds: For how long at most, about; then ``is_behind`` says so.
+        """
+        with no_collection():
+            has_news, end = self._look(), time.thread_time() + seconds
+            while self.is_behind and time.thread_time() < end:
+                has_news |= self._look()
+            self.fold.settle()
+        self._save()
+        return has_news
+
+    def take(self, event: Event) -> None:
+        """Take an event that its writer has just added to the log.
+
+        After a round, what is known is left for others, if it is worth it.
+        """
+        self._add(event)
+        if self.fold.is_lost:
+            self._read_again()
+        if isinstance(event, RoundFinished | RunFinished):
+            self._drain()
+            self._leave(is_last=isinstance(event, RunFinished))
+
+    def _leave(self, *, is_last: bool) -> None:
+        if self._path is None:
+            return
+        # Only a cache: who writes the log says what is wrong with it.
+        with contextlib.suppress(OSError):
+            size = self._path.stat().st_size
+            worth = self._saved + fold_cache.WORTH_BYTES
+            if size >= (fold_cache.WORTH_BYTES if is_last else worth):
+                self.fold.settle()
+                self.tail.skip()
+                self._save(0 if is_last else fold_cache.WORTH_BYTES)
+
+    def _look(self) -> bool:
+        was_gone, events = self.tail.is_gone, self.tail.block()
+        has_news = was_gone != self.tail.is_gone
+        if self.tail.is_anew:
+            self._forget(self._known)
+            self._saved = 0
+        for event in events:
+            has_news = True
+            self._add(event)
+        if self.fold.is_lost and self._known != (known := self.tail.first_rounds()):
+            self._known = known
+            self.tail.go_to(0, "")
+            return self._look()
+        self.fold.is_lost = False  # Of a log that says no more about it.
+        self.fold.settle(_UNSETTLED * run_fold.MAX_REPORTS)
+        self._drain()
+        return has_news
+
+    def _read_again(self) -> None:
+        self._known = self.tail.first_rounds()
+        self.tail.go_to(0, "")
+        self.look()
+
+    def _drain(self) -> None:
+        self.log += self._text.getvalue().splitlines()
+        self._text.truncate(self._text.seek(0))
+
+    def _save(self, worth: int | None = None) -> None:
+        """Leave what was read for whoever comes next."""
+        worth = fold_cache.WORTH_BYTES if worth is None else worth
+        offset, mark = self.tail.place
+        if offset < self._saved + worth or not self.fold.has_started or not self._path:
+            return
+        self._saved = offset
+        state, events = self.fold.kept()
+        found = fold_cache.CachedFold(
+            offset=offset,
+            mark=mark,
+            damaged=self.tail.damaged,
+            state=state,
+            events=events,
+            log=[*self.log],
+        )
+        fold_cache.write(self._path.parent, found)
+
+    def _add(self, event: Event) -> None:
+        self.fold.add(event)
+        if self.fold.has_started:
+            self._progress(event)
