@@ -40,7 +40,7 @@ from federation.ids import RunId, SiteId, new_run_id
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import LedgerAnchor, join_anchors
-from monitoring.runs.fold_cache import WORTH_BYTES
+from monitoring.runs import fold_cache
 from monitoring.runs.run_reader import RunReader
 from monitoring.views import run_plan
 from monitoring.views.run_fold import fold
@@ -158,7 +158,7 @@ class RunFolder:
             StoreUnavailable: The record cannot be read.
         """
         with os_errors(StoreUnavailable, f"read {self.events}"):
-            if self.exists() and self.events.stat().st_size >= WORTH_BYTES:
+            if self.exists() and self.events.stat().st_size >= fold_cache.WORTH_BYTES:
                 reader = RunReader(self.events)
                 reader.look()
                 if reader.fold.has_started and not reader.tail.damaged:

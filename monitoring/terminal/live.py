@@ -17,6 +17,7 @@ from federation.events import (
     CheckpointSkipped,
     Event,
     PrivacyPlanned,
+    RoundFinished,
     RunExtended,
     RunFinished,
     RunStarted,
@@ -48,9 +49,11 @@ from monitoring.units import (
 )
 from monitoring.views.round_view import RoundView, loss_of, perplexity
 from monitoring.views.run_fold import RunFold
+from monitoring.views.run_totals import RoundRow
 from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED, RunView
 
 MAX_ROUND_ROWS = 8
+_MAX_HELD = 20_000  # Answers, before rounds are settled.
 MAX_SITE_ROWS = 12
 SPARKLINE_ROUNDS = 40
 REFRESH_PER_SECOND = 4
@@ -103,6 +106,8 @@ class LiveProgress(Closing):
         left_before = self._fold.left_out
         with self._lock:
             self._fold.add(event)
+            if isinstance(event, RoundFinished):
+                self._fold.settle(_MAX_HELD)
         for notice in _notices(event, self._rounds, left_before):
             self._console.print(notice)
         if isinstance(event, RunFinished) and event.status != INTERRUPTED:
@@ -243,10 +248,10 @@ def _trends(view: RunView, console: Console) -> Text:
     bars = _ASCII_BARS if console.options.ascii_only else _BARS
     width = min(SPARKLINE_ROUNDS, max(8, (console.width - 40) // 2))
     line = Text("loss ", style="dim", no_wrap=True, overflow="ellipsis")
-    losses = [row.loss for row in view.rounds if row.loss is not None]
+    losses = [row.loss for row in view.ended if row.loss is not None]
     line.append(sparkline(losses, bars, width), style="cyan")
     if not view.is_language:
-        values = [row.accuracy for row in view.rounds if row.accuracy is not None]
+        values = [row.accuracy for row in view.ended if row.accuracy is not None]
         line.append("   accuracy ", style="dim")
         line.append(sparkline(values, bars, width), style="green")
     return line
@@ -288,8 +293,8 @@ def _round_table(view: RunView, console: Console, num_rows: int) -> Table:
     table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1)
     # Losses over other sites are losses over other data: compare none with them.
     losses = [loss_of(view.initial.pooled if view.initial else None)]
-    losses += [None if row.num_unheard else row.loss for row in view.rounds]
-    for row, last in [*zip(view.rounds, losses, strict=False)][-num_rows:]:
+    losses += [None if row.num_unheard else row.loss for row in view.ended]
+    for row, last in [*zip(view.ended, losses, strict=False)][-num_rows:]:
         index, *cells = _round_cells(row, last, view, console)
         pooled = [format_number(row.training_loss)] if view.is_secret else []
         if view.privacy is not None:
@@ -299,7 +304,10 @@ def _round_table(view: RunView, console: Console, num_rows: int) -> Table:
 
 
 def _round_cells(
-    row: RoundView, previous_loss: float | None, view: RunView, console: Console
+    row: RoundRow | RoundView,
+    previous_loss: float | None,
+    view: RunView,
+    console: Console,
 ) -> list[Text | str]:
     quality = format_fraction(row.accuracy)
     if view.is_language:
@@ -315,12 +323,13 @@ def _round_cells(
     note.append(printable(failed), style="red")
     if row.num_unheard:
         note.append("  " if note else "")
-        note.append(f"loss of {row.sites_evaluated}/{len(row.cohort)}", style="yellow")
+        whole = (row.sites_evaluated or 0) + row.num_unheard
+        note.append(f"loss of {row.sites_evaluated}/{whole}", style="yellow")
     return [
         str(row.index),
         loss,
         f"{noisy}{quality}",
-        f"{row.answered}/{len(row.cohort)}",
+        f"{row.answered}/{row.asked}{f' ({row.covered})' if row.covered else ''}",
         format_bytes(row.bytes_up),
         format_bytes(row.bytes_down),
         format_duration(row.seconds or 0.0),

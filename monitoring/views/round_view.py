@@ -39,6 +39,7 @@ class RoundView:
         work: Its local steps, if the run chooses them; otherwise None.
         waited: For each site the site-seconds that others waited for it.
         copies: How many sites of the cohort hold the data of another one of it.
+        covered: What part of the data the round covered, if sites are replicas.
     """
 
     index: int
@@ -52,6 +53,7 @@ class RoundView:
     work: LocalWorkChosen | None = None
     waited: Mapping[str, float] = field(default_factory=dict)
     copies: int = 0
+    covered: str = ""
 
     @property
     def status(self) -> str:

@@ -387,11 +387,15 @@ def _view(index: int, known: _RoundNotes, started: RunStarted) -> RoundView:
     started_at, cohort = (0.0, ()) if began is None else (began.at, began.cohort)
     if began is None and ended is not None:
         started_at, cohort = ended.at - ended.seconds, ended.asked
+    covered = ""
+    if ended is not None and started.replicas:
+        covered = started.share(ended.answered, ended.asked) or "all data"
     return RoundView(
         index=index,
         started_at=started_at,
         cohort=cohort,
         copies=len(cohort) - started.datasets(cohort),
+        covered=covered,
         reports=tuple(known.reports),
         steps=tuple(known.steps),
         finished=ended,

@@ -52,6 +52,7 @@ class RoundRow:
     seconds: float | None
     update_clip: float | None
     update_norm: float | None
+    covered: str
     length: float
     resources: Resources | None
     metrics: tuple[tuple[str, float], ...]

@@ -36,7 +36,12 @@ from federation.messages import MetricSums, PrivacySpent
 from monitoring.views import run_totals
 from monitoring.views.participation import Participation, surplus
 from monitoring.views.round_view import RUNNING, RoundView
-from monitoring.views.run_totals import RunTotals, add_surplus, took_part
+from monitoring.views.run_totals import (
+    RoundRow,
+    RunTotals,
+    add_surplus,
+    took_part,
+)
 from monitoring.views.site_view import (
     EvaluationView,
     Series,
@@ -169,6 +174,11 @@ class RunView:
         if self.past is None:
             return RunTotals.of(self)
         return self.past.plus(RunTotals.of(replace(self, past=None)))
+
+    @property
+    def ended(self) -> Sequence[RoundRow | RoundView]:
+        """All rounds that ended, by index; the settled ones without their answers."""
+        return (*(self.past.rows if self.past else ()), *self.rounds)
 
     @property
     def num_rounds(self) -> int:

@@ -19,6 +19,7 @@ from federation.events import (
     ModelEvaluated,
     RoundFinished,
     RunFinished,
+    RunStarted,
     SiteAnswered,
     SiteFailed,
     SitesIntroduced,
@@ -26,7 +27,8 @@ from federation.events import (
     Warned,
 )
 from federation.messages import FailureKind
-from monitoring.pages.report import render
+from monitoring.pages.report import render, render_sections
+from monitoring.terminal import live
 from monitoring.terminal.live import LiveProgress, sparkline
 from monitoring.terminal.outcome import lines
 from monitoring.terminal.progress import PlainProgress, printable
@@ -454,6 +456,29 @@ def test_live_losses_over_fewer_sites_are_told_apart():
     rows = [line for line in picture.splitlines() if re.match(r" +[123] ", line)]
     assert ["loss of 1/2" in row for row in rows] == [False, True, False]
     assert ["\u2193" in row or "\u2191" in row for row in rows] == [True, False, False]
+
+
+def test_live_replica_that_was_not_needed_leaves_no_data_out(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Whether the rounds of the table are settled or not."""
+    names = ("a", "b", "c")
+    script = Script(sites=names, rounds=4, failures=((2, "c", FailureKind.SURPLUS),))
+    events = event_samples.run(script)
+    found = [
+        replace(event, replicas=(names[1:],))
+        if isinstance(event, RunStarted)
+        else event
+        for event in events
+    ]
+    for most in (20_000, 1):
+        monkeypatch.setattr(live, "_MAX_HELD", most)
+        row = next(x for x in _last_picture(found).splitlines() if "2/3" in x)
+        assert "2/3 (all data)" in row
+        assert "loss of" not in row
+        assert len(re.findall(r"3/3 \(all data\)", _last_picture(found))) == 3
+    row = render_sections(fold(found), ["rounds"], is_live=False)["rounds"]
+    assert "2 of 3 <small>(all data)</small>" in row
 
 
 def test_live_round_in_progress():
