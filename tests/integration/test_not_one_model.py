@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from support.without_report import simulate
 
 from clients.models.model_pool import ModelPool
@@ -68,21 +67,6 @@ def test_models_of_any_architecture_teach_a_student(
     simulate(job_file.load(folder / "logits.toml"), folder=Path("runs/consensus"))
     student = run(folder, "student", "training.local_steps=100")
     assert student.metrics["accuracy"] > 0.8
-
-
-def test_models_of_any_architecture_teach_each_other_in_rounds(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The weakest one most; a round that is repeated has the same result."""
-    monkeypatch.chdir(folder)
-    several = importlib.import_module("several")
-    tables = [several.logits(part, 1)[0].targets for part in range(4)]
-    Path("runs/several-1").mkdir(parents=True)
-    mean = {"weight": np.mean(tables, axis=0, dtype=np.float32)}
-    save_file(mean, "runs/several-1/model.safetensors")
-    first, second = (several.logits(3, 2)[0].targets for _ in range(2))
-    np.testing.assert_array_equal(first, second)
-    assert several.accuracy(3, 2) > several.accuracy(3, 1) + 0.05
 
 
 def test_consolidated_training_remembers_the_first_day(
