@@ -94,10 +94,23 @@ def page(found: Sequence[tuple[str, verdicts.Verdict]]) -> str:
         lines += ["", f"## {document.partition(',')[0]}", "", f"{document}.", ""]
         lines += [table_line("place", "claim", "here", "verdict", "command")]
         lines += [table_line(*["---"] * 5)]
-        lines += [table_line(*verdict) for _, verdict in rows]
+        lines += _table(verdict for _, verdict in rows)
         lines += ["", _ALL] if document == verdicts.HUANG else []
     lines += ["", _ARTICLE, _AFTER]
     return "\n".join(lines)
+
+
+def _table(rows: Iterable[verdicts.Verdict]) -> Iterator[str]:
+    """Write rows; what the row above says too is not repeated."""
+    before = verdicts.Verdict("", "", "", "", "")
+    for row in rows:
+        shown = row
+        if (row.place, row.claim) == (before.place, before.claim):
+            shown = shown._replace(place="", claim="")
+        if row.here == before.here:
+            shown = shown._replace(here="as above")
+        yield table_line(*shown)
+        before = row
 
 
 _ARTICLE = """## The article

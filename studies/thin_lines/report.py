@@ -137,6 +137,12 @@ def _way(row: Result) -> str:
     return f"{row['way']}{steps}{overlap}"
 
 
+def _paced(row: Result) -> str:
+    """The way, and how long a step takes where that is not a second."""
+    pace = row["step_seconds"]
+    return _way(row) + ("" if pace == 1 else f", steps of {pace:g} s")
+
+
 def page(rows: Mapping[str, Sequence[Result]]) -> str:
     """Write the page."""
     utilisation = with_dense(rows)
@@ -287,10 +293,10 @@ def _utilisation(rows: Sequence[Result]) -> Iterator[str]:
         return
     yield "### Computed\n"
     yield (
-        "1.3M parameters: the product's virtual engine sends every message. 1B "
-        "parameters: the same message sizes and time model,\nwithout training, for "
-        "steps of one second. Both exclude the time for encoding, masking and adding. "
-        "DDP (distributed data\nparallel) is computed as a ring. Points are measured "
+        "Steps take one second. 1.3M parameters: the product's virtual engine sends "
+        "every message. 1B parameters: the same message\nsizes and time model, without "
+        "training. Both exclude the time for encoding, masking and adding. DDP "
+        "(distributed data\nparallel) is computed as a ring. Points are measured "
         "(below).\n"
     )
     for part, name in (("virtual", "1.3M parameters"), ("billion", "1B parameters")):
@@ -298,18 +304,16 @@ def _utilisation(rows: Sequence[Result]) -> Iterator[str]:
             picture = f"../images/thin-lines-utilisation-{part}.svg"
             yield f"![Share of training by bandwidth, {name}]({picture})\n"
     mbits = _TABLED
-    yield table_line(
-        "parameters", "exchange", "step, s", *(f"{each:g} Mbit/s" for each in mbits)
-    )
-    yield table_line(*["---"] * (3 + len(mbits)))
-    table: dict[tuple[str, str, float], dict[float, float]] = {}
+    yield table_line("parameters", "exchange", *(f"{each:g} Mbit/s" for each in mbits))
+    yield table_line(*["---"] * (2 + len(mbits)))
+    table: dict[tuple[str, str], dict[float, float]] = {}
     for row in [*_shown(rows, "virtual"), *_shown(rows, "billion")]:
         if "backward" not in row["way"]:
-            place = (f"{row['parameters']:,}", _way(row), row["step_seconds"])
+            place = (f"{row['parameters']:,}", _paced(row))
             table.setdefault(place, {})[row["mbit"]] = row["utilisation"]
-    for (values, way, seconds), shares in table.items():
+    for (values, way), shares in table.items():
         cells = [f"{shares[each]:.1%}" if each in shares else "-" for each in mbits]
-        yield table_line(values, way, f"{seconds:g}", *cells)
+        yield table_line(values, way, *cells)
     yield ""
     yield from _measured([row for row in rows if row["part"] == "measured"])
 
@@ -324,12 +328,11 @@ def _measured(rows: Sequence[Result]) -> Iterator[str]:
         "on links of the same bandwidth. The time\nmodel has one constant for each "
         "kind of update, the fixed time of messages, which is calibrated by the rows\n"
         "marked *c*. DDP is predicted as a ring, without a constant. A step waits for "
-        "the stated seconds; delays of messages\non the busy machine are part of the "
-        "rounds. The loss due to overlap is not measured here.\n"
+        "one second; delays of messages on the\nbusy machine are part of the rounds. "
+        "The loss due to overlap is not measured here.\n"
     )
     heads = (
         "exchange",
-        "step, s",
         "Mbit/s",
         "sites train",
         "round, s",
@@ -344,8 +347,7 @@ def _measured(rows: Sequence[Result]) -> Iterator[str]:
         if error is not None:
             errors.append(abs(error))
         yield table_line(
-            _way(row),
-            f"{row['step_seconds']:g}",
+            _paced(row),
             f"{row['mbit']:g}",
             f"{row['utilisation']:.1%}",
             f"{row['round_seconds']:.2f}",

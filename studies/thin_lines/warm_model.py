@@ -67,10 +67,9 @@ def text(rows: Sequence[Result], picture: str) -> Iterator[str]:
     yield (
         "All rows of a size start from the same model, trained synchronously with "
         "AdamW. Tables have the synchronous rows and those\nthat no row with as many "
-        "steps beats in both loss and bytes; all tries are in [the "
-        "study](../../studies/thin_lines/README.md).\nRows with more steps are "
-        "compared with the bytes of the same synchronous run. With one seed, "
-        "differences of about 0.01 are\nnot significant.\n"
+        "steps beats in both loss and bytes. Rows with more steps are compared with "
+        "the bytes of the same\nsynchronous run. With one seed, differences of about "
+        "0.01 are not significant.\n"
     )
     yield (
         "These rows show *the same loss or lower, with four times the local steps*. "
@@ -79,9 +78,16 @@ def text(rows: Sequence[Result], picture: str) -> Iterator[str]:
         "179 times fewer bytes up,\nand 15 % higher with as many steps. The rows of "
         "that comparison are not in this study.\n"
     )
-    for own in by_size(rows).values():
+    sizes = by_size(rows).values()
+    for own in sizes:
         yield from _losses(own)
-        yield from _paired(own)
+    if lines := [line for own in sizes for line in _paired(own)]:
+        heads = "size", "row", "seeds", "mean loss", "synchronous"
+        yield "Differences from the best synchronous row, in pairs of several seeds:\n"
+        yield table_line(*heads, "difference", "95 % interval")
+        yield table_line(*["---"] * (len(heads) + 2))
+        yield from lines
+        yield ""
     yield "## Loss by wall-clock\n"
     yield (
         "The minutes above are computed, not measured: from the bytes of the rows, "
@@ -94,8 +100,7 @@ def text(rows: Sequence[Result], picture: str) -> Iterator[str]:
         yield (
             f"![Training loss against minutes]({picture})\n\nEach point is the mean "
             "training loss of a round with the sites' own models, or of the same "
-            "number of synchronous steps.\nRows of the first measurement stored only "
-            "their last loss, so they are not in the picture.\n"
+            "number of synchronous steps.\n"
         )
 
 
@@ -125,7 +130,6 @@ def _steps(row: Result) -> int:
 def _losses(rows: Sequence[Result]) -> Iterator[str]:
     heads = (
         "row",
-        "steps",
         "loss",
         "above the best synchronous",
         "fewer up",
@@ -145,7 +149,6 @@ def _losses(rows: Sequence[Result]) -> Iterator[str]:
         fewest[_work(row)] = max(fewest.get(_work(row), 0.0), row["x_both"])
         yield table_line(
             row["row"],
-            f"x {_work(row)}",
             f"{row['loss']:.3f}",
             f"{row['loss'] / min(dense) - 1:+.1%}" if dense else "-",
             f"{row['x_up']:.0f}",
@@ -172,7 +175,6 @@ def _paired(rows: Sequence[Result]) -> Iterator[str]:
         return
     reference = min(dense, key=lambda each: each["loss"])
     of_reference = _by_seed(rows, reference)
-    lines = []
     for row in sorted(best.values(), key=lambda each: each["loss"]):
         own = _by_seed(rows, row)
         seeds = sorted(own.keys() & of_reference.keys())
@@ -182,30 +184,15 @@ def _paired(rows: Sequence[Result]) -> Iterator[str]:
         scale = statistics.stdev(shares) / math.sqrt(len(seeds))
         half = float(stdtrit(len(seeds) - 1, 0.975)) * scale
         middle = statistics.mean(shares)
-        lines.append(
-            table_line(
-                row["row"],
-                str(len(seeds)),
-                f"{statistics.mean(own[seed] for seed in seeds):.3f}",
-                f"{statistics.mean(of_reference[seed] for seed in seeds):.3f}",
-                f"{middle:+.1%}",
-                f"{middle - half:+.1%} to {middle + half:+.1%}",
-            )
+        yield table_line(
+            str(row["size"]),
+            row["row"],
+            str(len(seeds)),
+            f"{statistics.mean(own[seed] for seed in seeds):.3f}",
+            f"{statistics.mean(of_reference[seed] for seed in seeds):.3f}",
+            f"{middle:+.1%}",
+            f"{middle - half:+.1%} to {middle + half:+.1%}",
         )
-    if lines:
-        heads = (
-            "row",
-            "seeds",
-            "mean loss",
-            "synchronous",
-            "difference",
-            "95 % interval",
-        )
-        yield f"Differences from {reference['row']} with several seeds, in pairs:\n"
-        yield table_line(*heads)
-        yield table_line(*["---"] * len(heads))
-        yield from lines
-        yield ""
 
 
 def _by_seed(rows: Sequence[Result], like: Result) -> Mapping[int, float]:
