@@ -427,7 +427,8 @@ def _cli() -> Iterator[str]:
         )
         shared = [row[0] for row in rows if row in common and row not in everywhere]
         if shared:
-            yield f"- [Common](#common-arguments): {', '.join(shared)}."
+            names = ", ".join(f"{flag.split()[0].rstrip('`')}`" for flag in shared)
+            yield f"- [Common](#common-arguments): {names}."
         yield ""
 
 

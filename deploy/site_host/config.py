@@ -186,12 +186,12 @@ class SiteFile:
             connects to the aggregator.
         serve: Only for a relay: whom it serves.
         monitor: How the site's operator sees what it does.
-        disk_mib: From this size of a model in MiB on, what its updates have left out,
-            and the model and momentum that it follows by itself, are in files of
-            `folder`, and pass through memory in pieces; 0 for never.
+        disk_mib: From this size of a model in MiB on, residuals of updates, and the
+            model and momentum that a site follows by itself, are in files of `folder`;
+            0 for never.
         max_runs: How many runs the site keeps at work at once, each with its model and
             data in memory. It works on their tasks one after another, so a job's
-            `schedule.round_deadline_seconds` must have room for those of the others.
+            `schedule.round_deadline_seconds` must allow for the others.
         memory_mib: Memory in MiB that all runs at work may take together, by what their
             jobs state (`schedule.memory_mib`) or this site reported of an earlier run;
             a run whose need is unknown counts as nothing. 0 for no limit.

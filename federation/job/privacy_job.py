@@ -30,16 +30,14 @@ class SecureAggregationSpec:
             is rounded, instead of `ring_bits`: 3.8 bits a value at 4 levels and 4
             sites. A site adds its rounding errors to its next update. The first round
             takes 16 bits a value.
-        clip_norm: Largest Euclidean norm of an update, in weight units; larger ones are
-            scaled down. The grid of the sum is proportional to it, so a smaller bound
-            makes sums more precise. Default: 10; with `unit = "joint"` twice the
-            largest change of one step; with `unit = "site"`
+        clip_norm: Largest Euclidean norm of an update; larger ones are scaled down. A
+            smaller bound makes sums more precise. Default: 10; with `unit = "joint"`
+            twice the largest change of one step; with `unit = "site"`
             `privacy.differential_privacy.clip_norm`.
         element_bound: Largest absolute value of a single element of an update, times
-            the site's weight, in weight units. A bound ten times smaller makes sums ten
-            times more precise. A site with a larger element declines the round, unless
-            `clip_elements` is set. Everybody sees this number: never derive it from
-            private data.
+            the site's weight. A smaller bound makes sums more precise. A site with a
+            larger element declines the round, unless `clip_elements` is set. Everybody
+            sees this number: never derive it from private data.
         clip_elements: Whether elements larger than `element_bound` are reduced to it,
             and the round is not declined.
         max_examples: Largest number of examples at any site, rounded up to three
@@ -47,9 +45,8 @@ class SecureAggregationSpec:
             Default in a simulation: the largest site's.
         hybrid: Whether keys also depend on ML-KEM-768, so that a future quantum
             computer cannot read traffic recorded today.
-        two_sites_waiver: Accept that with two sites, each can compute the other's
-            update from the sum. Required for two sites without record-level
-            differential privacy.
+        two_sites_waiver: Accept that each of two sites can compute the other's update.
+            Required for two sites without record-level differential privacy.
     """
 
     enabled: bool = False
@@ -108,15 +105,12 @@ class DifferentialPrivacySpec:
         noise_multiplier: Standard deviation of the noise of a step, or of a sum,
             divided by `clip_norm`. Default: calibrated to `target_epsilon`.
         max_noise_multiplier: With `unit = "joint"`: largest noise multiplier that a
-            site may need. All sites add enough noise for the largest need, so a site
-            that states more than this is refused. Default: what one expected batch of
-            records would need.
+            site may need; one that states more is refused. Default: what one expected
+            batch of records would need.
         reserve_rounds: Extra rounds that the privacy budget covers, since lost and
-            interrupted rounds are charged too. Without a reserve, each of them ends the
-            run one round early.
+            interrupted rounds are charged too.
         colluding_sites: With `unit = "joint"` or `"site"`: number of sites whose noise
-            an adversary may know; the noise of the others suffices for epsilon. At
-            least 1, because each site knows its own.
+            an adversary may know; the noise of the others suffices for epsilon.
         adaptive_clip: With `unit = "site"`: let the clip norm follow the updates,
             starting from `clip_norm`. A tenth of the privacy cost pays for counting the
             updates below it.

@@ -45,11 +45,10 @@ class ModelSpec:
         personal: Name patterns of tensors that each site trains for itself and never
             sends. They start from the factory's values; evaluation uses each site's
             own. Integer and boolean buffers among them get the role `keep`.
-        weights: Weights to start from instead of those that the factory draws: a
-            safetensors file or the folder of a completed run, relative to the job file
-            or the working folder, or `s3://BUCKET/KEY`, `gs://BUCKET/KEY` of a file or
-            an exported model. Loading the job adds a digest; sites compare the first
-            model with it.
+        weights: Weights to start from: a safetensors file or the folder of a completed
+            run, relative to the job file or the working folder, or `s3://BUCKET/KEY`,
+            `gs://BUCKET/KEY` of a file or an exported model. Loading the job adds a
+            digest; sites compare the first model with it.
         keep_zeros: Whether values that are 0 in `weights` stay 0, so that a model from
             `crossfed prune` stays as sparse.
         tokenizers: SHA-256 digests of the tokenisers that data sources load with
@@ -135,8 +134,8 @@ class OptimizerSpec:
             hidden weight matrices with Muon and all other parameters with AdamW.
         options: Further keyword arguments of an algorithm other than the first four,
             such as `{ alpha = 0.9 }` of `rmsprop`.
-        lr: Learning rate. `muon` scales a matrix's step to the size of a step of AdamW,
-            so one rate serves both.
+        lr: Learning rate. `muon` scales its steps to the size of AdamW's, so one rate
+            serves both.
         momentum: Momentum of `sgd` and `muon`; `muon` needs one (0.95 is usual).
         nesterov: Nesterov momentum of `sgd` (`muon` always has it).
         betas: Decay rates of `adam` and `adamw`, also for the parameters that `muon`
@@ -200,11 +199,10 @@ class TrainingSpec:
             (`classification`, `segmentation`) or `positive_weight` (`binary`); or
             keyword arguments of your own objective.
         metrics: Bounds `[low, high]` of one record for each metric that your own
-            objective returns; reported values are clipped to them. `loss` bounds the
-            reported loss. `regression` has `loss`, `absolute_error` and
-            `squared_error`; `trainer` has the results of `compute_metrics` that you
-            name here. `[]` means no bounds; differential privacy and secure aggregation
-            require bounds.
+            objective returns; reported values are clipped to them. `regression` has
+            `loss`, `absolute_error` and `squared_error`; `trainer` has the results of
+            `compute_metrics` that you name here. `[]` means no bounds; differential
+            privacy and secure aggregation require bounds.
         classes: Names of at most 32 classes, from label 0 on, for a confusion matrix on
             held-out data: with `classification`, `segmentation`, and your own objective
             if it returns `logits`. They increase the noise on held-out results, if
@@ -242,7 +240,7 @@ class TrainingSpec:
             memory for one more model at each site.
         overlap_mix: With `overlap_steps`: when the model arrives, a site continues from
             `overlap_mix` times its own weights plus (1 - `overlap_mix`) times the
-            model. 0 discards what it trained while it waited.
+            model.
         clip_grad_norm: Largest Euclidean norm of a step's gradient; larger ones are
             scaled down.
         proximal_mu: FedProx: strength mu of the pull `mu/2 |x - theta|^2` towards the
@@ -268,8 +266,7 @@ class TrainingSpec:
             that run.
         device: `auto` (the first CUDA device if there is one), `cpu`, `cuda` or
             `cuda:N`.
-        threads: CPU threads of one site. Part of the job because the last bits of the
-            results depend on it.
+        threads: CPU threads of one site. The last bits of the results depend on it.
     """
 
     task: str = "classification"
@@ -429,9 +426,8 @@ class CommunicationSpec:
         down_codec: Encoding of the model on its way down. The aggregator keeps the
             model in float32; sites train from, and evaluate, what they receive.
         fragments: Number of parts of the model; each round exchanges one of them, in
-            turn. A round then sends that many times fewer bytes, and each value is
-            averaged that many times less often. In between, a site keeps its own values
-            of a part. Needs `privacy.secure_aggregation.levels`.
+            turn. In between, a site keeps its own values of a part. Needs
+            `privacy.secure_aggregation.levels`.
         down_content: What sites receive. `model`: the whole model. `change`: its
             difference from the previous one, encoded by `down_codec`; a site without
             that model receives the whole one in float32. `sum`: the sum of the updates,
@@ -748,10 +744,9 @@ class SimulationSpec:
             their preprocessing. Deployed sites use `data.preprocessing` of their own
             `site.toml` instead.
         total_epsilon: Limit of the total epsilon of all private runs in the same parent
-            folder (`runs/NAME`) whose sites have the same names and `data.source`. A
-            job with another `name`, or a run elsewhere, begins from zero, also on the
-            same data: unlike `policy.total_epsilon` of a deployed site. Default: the
-            total is counted but not limited.
+            folder (`runs/NAME`) whose sites have the same names and `data.source`; a
+            job with another `name` begins from zero. Default: the total is counted but
+            not limited.
         live_metrics: Where the run writes its metrics after each round: `tensorboard`,
             `mlflow` or both, as `crossfed export-metrics` does.
     """

@@ -46,8 +46,7 @@ class StorageSpec:
         endpoint: URL of the bucket's service, if it is not the cloud's own.
         region: Region of the bucket: determines the cost of reading, and locates an S3
             bucket if the environment names no region.
-        bucket_owner: Account number that must own the S3 bucket, in case someone else
-            creates a bucket with the name of a deleted one; any by default.
+        bucket_owner: Account number that must own the S3 bucket; any by default.
         kms_key: Key that the cloud encrypts stored objects with: the ARN of an AWS KMS
             key for `s3://`, `projects/P/locations/L/keyRings/R/cryptoKeys/K` for
             `gs://`; by default, the bucket's configuration decides.
