@@ -1,44 +1,5 @@
 """Every error that crossfed raises on purpose, in one tree.
 
-FederationError
-|-- JobError                  the job file asks for something that cannot be done
-|-- ProtocolError             a message that breaks the protocol
-|   |-- WireError             bytes that are not a crossfed message
-|   |-- LayoutMismatch        a model whose layout differs from the run's
-|   |-- AggregatorAtFault     a message that no honest aggregator sends
-|   `-- InvalidUpdate         a site's answer that cannot be counted
-|-- SiteError                 work that failed at a site
-|   |-- SiteNotReady          a site cannot take part now, but perhaps soon
-|   `-- UserCodeError         a function of the job or of site.toml raised something
-|-- MissingExtra              a package that an extra of crossfed installs
-|-- QuorumNotMet              too few sites answered in too many rounds in a row
-|-- RunConflict               another coordinator works on the same run
-|-- HomeConflict              another machine holds this site, or its store went back
-|-- CheckpointMismatch        a run that another job started
-|-- RunNotFound               no run where one was expected
-|-- RunStopped                someone stopped the run before its first round
-|-- PrivacyError              a guarantee that cannot be given: nothing is released
-|   `-- BudgetExceeded        a release that would exceed a site's epsilon
-|-- ComputeError              a request to a compute service failed
-|   |-- NoCapacity            the cloud has no such machine now, in any zone
-|   |-- QuotaReached          the account may not have more of them
-|   |-- MachineRefused        no such machine type, image or zone
-|   |-- ComputeForbidden      these credentials may not do this
-|   |-- ComputeUnauthenticated  no credentials, or none that the service accepts
-|   `-- ComputeUnavailable    unreachable, or too many requests, after all attempts
-|       `-- ComputeUnreachable  no server answers at the service's address
-`-- StoreError                an object store request failed
-    |-- ObjectNotFound
-    |-- ObjectExists          a create-only write found an object in its place
-    |-- ObjectChanged         the object does not have the expected version
-    |-- CorruptObject         bytes whose digest or form is wrong
-    `-- StoreUnavailable      full disk, missing permission, unreachable
-        |-- StoreThrottled    too many requests, after all attempts
-        |-- StoreForbidden    these credentials may not do this
-        |-- NotAuthenticated  no credentials, or none that the service accepts
-        |-- KeyRefused        the encryption key is wrong, disabled or unavailable
-        `-- BucketNotFound    the bucket, not the object
-
 A message says what happened, where, and what to do about it. ``ValueError`` means that
 a caller passed a bad argument; it is not listed here.
 """

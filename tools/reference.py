@@ -467,30 +467,22 @@ def _arguments(verb: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def _errors() -> Iterator[str]:
-    head, *rest = inspect.cleandoc(errors.__doc__ or "").split("\n\n")
-    tree, *prose = rest
-    yield from ("# Errors", "", head, "", "```text", tree, "```", "")
-    yield from ("\n\n".join(_markdown(text) for text in prose), "")
+    yield from ("# Errors", "", *_prose(errors), "")
     wrong_job = ", ".join(f"`{kind.__name__}`" for kind in exit_codes.BAD_JOB_ERRORS)
     yield (
         f"The command line exits with 2 for {wrong_job}, with 3 for `BudgetExceeded`, "
         "and with 1 for the others."
     )
     yield ""
-    classes = [
-        member
-        for member in vars(errors).values()
-        if isinstance(member, type) and issubclass(member, errors.FederationError)
-    ]
-    rows = [
-        (
-            f"`{kind.__name__}`",
-            f"`{kind.__bases__[0].__name__}`",
-            _markdown(_summary(kind)),
-        )
-        for kind in classes
-    ]
-    yield from _table(("Error", "Is a", "Meaning"), rows)
+    yield from _branch(errors.FederationError, level=0)
+
+
+def _branch(kind: type[Exception], level: int) -> Iterator[str]:
+    """An error and, indented, those that are kinds of it."""
+    yield f"{'  ' * level}- `{kind.__name__}`: {_markdown(_summary(kind))}"
+    for member in vars(errors).values():
+        if isinstance(member, type) and kind in member.__bases__:
+            yield from _branch(member, level + 1)
 
 
 def _events() -> Iterator[str]:
