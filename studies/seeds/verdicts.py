@@ -335,7 +335,7 @@ def _heterogeneous(rows: Rows) -> Iterator[Verdict]:
     yield Verdict(
         "5.3.1 on 5.1.1",
         text,
-        f"32 A100 and 16 instances without GPU, 1 : 25: {1 - cluster:.0%} less, for a "
+        f"32 A100 and 16 instances without GPU, 1:25: {1 - cluster:.0%} less, for a "
         f"loss of {losses[1]:.3f} instead of {losses[0]:.3f}",
         at_most(max(cluster / 0.75, losses[1] / losses[0]), 1.0),
         _case("cluster"),
@@ -346,7 +346,7 @@ def _heterogeneous(rows: Rows) -> Iterator[Verdict]:
         "4.4",
         "scheduling by hardware uses resources 30 to 50 % more efficiently",
         "more work a second: "
-        + ", ".join(f"{abs(each - 1):.0%} at 1 : {r:g}" for r, each in gain.items()),
+        + ", ".join(f"{abs(each - 1):.0%} at 1:{r:g}" for r, each in gain.items()),
         _from(first),
         _case("heterogeneity"),
     )
@@ -381,12 +381,12 @@ def _heterogeneous(rows: Rows) -> Iterator[Verdict]:
 def _from(ratio: float | None) -> str:
     if ratio is None:
         return REFUTED
-    return f"{REPRODUCED} from 1 : {ratio:g} on, {REFUTED} where sites differ less"
+    return f"{REPRODUCED} from 1:{ratio:g} on, {REFUTED} where sites differ less"
 
 
 def _curve(less: Mapping[float, float]) -> str:
     return ", ".join(
-        f"{abs(1 - each):.0%} at 1 : {ratio:g}" for ratio, each in less.items()
+        f"{abs(1 - each):.0%} at 1:{ratio:g}" for ratio, each in less.items()
     )
 
 
