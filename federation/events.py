@@ -66,7 +66,7 @@ class RunStarted(RunEvent):
         at: When.
         run_id: ID of the run, such as ``20261122-162539-ce1c61``.
         job_name: ``name`` in the job file.
-        rounds: Rounds that the job plans.
+        rounds: Rounds that the job plans; of statistics none for lost ones.
         first_round: The round that this coordinator starts with.
         sites: Every site of the job.
         parameters: Length of the model's float vector: the values that are sent.

@@ -25,6 +25,7 @@ from federation.events import (
 )
 from federation.job import job_file
 from federation.job.spec import JobSpec
+from federation.job.statistics_checks import planned_rounds
 from federation.rounds import cost
 from federation.rounds.cost import Speeds
 from monitoring.runs.run_folder import RunFolder
@@ -451,7 +452,9 @@ def _paces(runs: Sequence[QueuedRun], now: float) -> Mapping[str, Pace]:
 
 def _left(one: QueuedRun, pace: Pace, *, works: bool, now: float) -> float:
     """Seconds until a run ends: what its rounds take, less what this one has taken."""
-    rounds = max(0.0, one.run.read_spec().rounds - one.rounds) * pace.round_seconds
+    rounds = (
+        max(0.0, planned_rounds(one.run.read_spec()) - one.rounds) * pace.round_seconds
+    )
     if not works or one.coordinator is None:
         return pace.before + rounds + pace.after
     own = _pace(one, now)

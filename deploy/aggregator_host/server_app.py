@@ -152,11 +152,12 @@ def _run(
     run: RunFolder,
     connect: Connect,
     frames: Frames,
-    tell_end: Callable[[], None],
+    tell_end: Callable[[bytes], None],
 ) -> RunResult:
-    """Run it, and always remove its objects from the exchange afterwards.
+    """Run it, and then always clear the exchange and tell the sites that it is over.
 
-    Its sites read its end in the last task; of a run without one they are told.
+    A last task says so, too, but not to a site that missed it, and not every run has
+    one: it may end early, or have spare rounds.
     """
     try:
         result = deployed.run(connect)
@@ -165,24 +166,30 @@ def _run(
     except FederationError as error:
         _tidy(run, frames)
         if not goes_on(error):
-            tell_end()
+            tell_end(deployed.sealed_end())
         raise
     _tidy(run, frames)
-    if exit_codes.BY_STATUS[result.status] != exit_codes.DONE:
-        tell_end()
+    completed = exit_codes.BY_STATUS[result.status] == exit_codes.DONE
+    tell_end(deployed.sealed_end(completed=completed))
     return result
 
 
 def _tell_end(
-    api: FlowerApi, deployed: DeployedRun, config: AggregatorConfig, clock: Clock
+    api: FlowerApi,
+    deployed: DeployedRun,
+    config: AggregatorConfig,
+    clock: Clock,
+    end: bytes,
 ) -> None:
-    """Tell sites that wait for a task that none will come; relays pass nothing on."""
-    behind = {name for names in relays_of(deployed.job).values() for name in names}
+    """Tell sites that no more tasks will come; relays pass it on to theirs."""
+    relays = relays_of(deployed.job)
+    behind = {name for names in relays.values() for name in names}
     agents = {each.name for each in deployed.job.sites if each.flower_app is None}
+    told = agents - behind | relays.keys()
     try:
         enrolled = enrolled_nodes(config.folder)
-        nodes = [enrolled[site] for site in enrolled if site in agents - behind]
-        tell(flower_runtime.over(api), nodes, deployed.sealed_end(), clock=clock)
+        nodes = [enrolled[site] for site in enrolled if site in told]
+        tell(flower_runtime.over(api), nodes, end, clock=clock)
     except Exception:  # noqa: BLE001 -- how the run has ended does not change
         _LOG.exception("the sites do not hear that the run has ended")
 

@@ -161,7 +161,7 @@ class SiteAgent:
                     self.listener(f"run {ended} {why}")
                 return b""
             self._close_run(ended)
-            self._tell_left(ended, has_ended=True)
+            self._tell_left(ended, has_ended=True, completed=end.completed)
             return b""
         if introduction.are_statements(sealed):
             statements = introduction.open_statements(sealed, self.roster)
@@ -244,10 +244,12 @@ class SiteAgent:
         for run_id in [*self._runs]:
             self._close_run(run_id)
 
-    def _tell_left(self, run_id: RunId, *, has_ended: bool = False) -> None:
+    def _tell_left(
+        self, run_id: RunId, *, has_ended: bool = False, completed: bool = False
+    ) -> None:
         lines = self._lines.pop(run_id, None)
         if lines is not None:
-            lines.leave(has_ended=has_ended)
+            lines.leave(has_ended=has_ended, completed=completed)
 
     def _tell_accepted(self, run: OpenRun) -> None:
         """Say that the site takes part; not when a coordinator has only restarted."""

@@ -117,16 +117,16 @@ def _rehearsed(file: SiteFile, job: JobSpec) -> SiteData:
 
 
 def describe(file: SiteFile, met: Federation) -> str:
-    """Say on which data a site trains; it is for the site's own log."""
+    """Say on which data a site works; it is for the site's own log."""
     train, held_out = met.site_data[SiteId(file.name)]
     count = f"{len(train)} training and {len(held_out)} held-out records"
     if not file.data.source:
-        whose = "no data of its own: trains on its share of the job's dataset"
+        whose = "no data of its own: works on its share of the job's dataset"
         return f"has {whose}, {count}"
     options = file.data.options.items()
     given = "".join(f", {name} = {value!r}" for name, value in options)
     instead = "" if met.job.data is None else ", not on the job's [data]"
-    return f"trains on its own source {file.data.source}{given}{instead}; {count}"
+    return f"works on its own source {file.data.source}{given}{instead}; {count}"
 
 
 def own_data(file: SiteFile, job: JobSpec) -> dict[str, Any]:

@@ -59,6 +59,7 @@ SITES_SHARE = 0.9
 # How long sites may take to load their data, and to connect before that. Less than the
 # coordinator waits by default, or a site that hangs would make its whole cloud absent.
 INTRODUCE_SECONDS, CONNECT_SECONDS = 540.0, 20.0
+END_SECONDS = 3.0
 # Of an answer besides its vectors: a header, sealed shares, padding.
 _MORE_BYTES = 1 << 25
 
@@ -119,6 +120,8 @@ class RelayAgent:
     def introduce(self, sealed: bytes) -> bytes:
         """Pass a proposal or statements on, and answer with all introductions.
 
+        The end of a run is passed on, too, and has an empty answer.
+
         Raises:
             ProtocolError: They are not from the aggregator that the roster pins.
         """
@@ -131,19 +134,22 @@ class RelayAgent:
             return introduction.bundle(self._introduction(sealed, error), [])
 
     def _introduced(self, sealed: bytes) -> bytes:
-        sites = self._sites_of(sealed)
+        is_end = introduction.is_end(sealed)
+        seconds = END_SECONDS if is_end else INTRODUCE_SECONDS
         question = RelayQuestion.of(
             QuestionKind.INTRODUCE,
             [sealed],
-            seconds=INTRODUCE_SECONDS,
+            seconds=seconds,
             max_bytes=MAX_INTRODUCTION_BYTES,
         )
         answers = self.ask(
-            {site: question for site in sites if site in self.served},
-            seconds=INTRODUCE_SECONDS,
-            patience=CONNECT_SECONDS,
+            {site: question for site in self._sites_of(sealed) if site in self.served},
+            seconds=seconds,
+            patience=0.0 if is_end else CONNECT_SECONDS,
             stopped=self.stopped,
         )
+        if is_end:
+            return b""
         found = [
             bytes(answer)
             for site, answer in answers.items()
@@ -257,13 +263,16 @@ class RelayAgent:
         )
 
     def _sites_of(self, sealed: bytes) -> Sequence[SiteId]:
-        """Check a proposal or statements, and keep the run.
+        """Check a proposal, statements or an end, and keep the run.
 
         Raises:
             ProtocolError: They are not from the aggregator.
             FederationError: This relay does not take part.
         """
         self._read_roster()
+        if introduction.is_end(sealed):
+            end = introduction.open_end(sealed, self.roster)
+            return self._current(RunId(end.ended)).sites
         if introduction.are_statements(sealed):
             statements = introduction.open_statements(sealed, self.roster)
             return self._current(RunId(statements.run_id)).sites

@@ -7,6 +7,7 @@ from deploy.site_host.run_status import RunStatus, sent_by
 from federation.epsilon_text import format_cap, format_epsilon
 from federation.events import SitePrivacy
 from federation.ids import RunId
+from federation.job.evaluation_job import evaluates_only
 from federation.job.spec import JobSpec
 from federation.job.statistics_checks import planned_rounds
 from federation.messages import (
@@ -20,6 +21,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Clock
+from monitoring.units import format_count
 
 
 @dataclass(eq=False)
@@ -48,6 +50,7 @@ class RunLines:
     clock: Clock
     audit: Callable[[str, int], None]
     _rounds: set[int] = field(default_factory=set, init=False)
+    _evaluations: int = field(default=0, init=False)
     _spent: PrivacySpent | None = field(default=None, init=False)
     _has_begun: bool = field(default=False, init=False)
     _is_over: bool = field(default=False, init=False)
@@ -66,8 +69,8 @@ class RunLines:
             protection = f"{at_most} with delta {delta:.1e}"
         secret = self.job.privacy.secure_aggregation.enabled
         self.listener(
-            f"accepts run {self.run_id}: job {self.job.name!r}, {self._planned} "
-            f"rounds, {protection}, {'' if secret else 'no '}secure aggregation; "
+            f"accepts run {self.run_id}: job {self.job.name!r}, {self._asked}, "
+            f"{protection}, {'' if secret else 'no '}secure aggregation; "
             f"{self.data}; waits for the other sites"
         )
         self._save("accepted")
@@ -88,18 +91,24 @@ class RunLines:
             return
         if task.kind is TaskKind.TRAIN:
             self._rounds.add(task.round_index)
+        else:
+            self._evaluations += 1
+        if evaluates_only(self.job):
+            model = (self.job.model.weights or "").partition("@")[0]
+            left = ", ".join(sent_by(self.job))
+            self.listener(f"run {self.run_id}: evaluated {model}; sends {left}")
         self._save("begun")
         is_last = self.job.evaluation.every == 0 and task.round_index == self.job.rounds
         if task.kind is TaskKind.EVALUATE or is_last:
             self._end("is over")
 
-    def leave(self, *, has_ended: bool = False) -> None:
-        """Say that the site leaves a run that may go on, or that has ended early."""
-        if has_ended:
+    def leave(self, *, has_ended: bool = False, completed: bool = False) -> None:
+        """Say that the site leaves a run that may go on, or that has ended."""
+        if completed:
+            self._end("is over")
+        elif has_ended:
             how = "ended before its last round" if self._has_begun else "did not start"
-            # Spare rounds of statistics are for lost ones.
-            whole = self.job.statistics and len(self._rounds) == self._planned
-            self._end("is over" if whole else how)
+            self._end(how)
         elif self._has_begun:
             self._end("is left, and may continue without this site")
         else:
@@ -120,11 +129,23 @@ class RunLines:
             spent += self.total()
         self._save(how)
         self.audit(how, len(self._rounds))
-        last = f", the last one {max(self._rounds)}" if self._rounds else ""
+        answered, last = f"{len(self._rounds)}", ""
+        if evaluates_only(self.job):
+            answered = format_count(self._evaluations, "evaluation")
+        elif self._rounds:
+            last = f", the last one {max(self._rounds)}"
         self.listener(
-            f"run {self.run_id} {how}: job {self.job.name!r}, {self._planned} "
-            f"rounds, {len(self._rounds)} answered by this process{last}{spent}"
+            f"run {self.run_id} {how}: job {self.job.name!r}, {self._asked}, "
+            f"{answered} answered by this process{last}{spent}"
         )
+
+    @property
+    def _asked(self) -> str:
+        """What the job asks."""
+        if evaluates_only(self.job):
+            return "no training"
+        what = " of statistics" if self.job.statistics else ""
+        return f"{format_count(self._planned, 'round')}{what}"
 
     @property
     def _planned(self) -> int:
@@ -146,7 +167,6 @@ class RunLines:
                 at=self.clock.now(),
                 data=self.data,
                 sent=sent_by(self.job),
-                is_summed=self.job.privacy.secure_aggregation.enabled,
                 epsilon_cap=None if promise is None else promise.epsilon_cap,
                 epsilon=None if spent is None else spent.epsilon,
                 held_out_epsilon=None if spent is None else spent.held_out_epsilon,

@@ -20,6 +20,7 @@ from federation.durable_files import replace_file
 from federation.epsilon_text import format_cap, format_epsilon, format_left
 from federation.errors import StoreUnavailable
 from federation.job.disclosure import withheld
+from federation.job.evaluation_job import evaluates_only
 from federation.job.spec import JobSpec
 from federation.typed_json import decode, encode
 from federation.wire import frame as wire
@@ -37,6 +38,7 @@ _SENT = {
     "phases": "how long it worked on what",
     "resources": "processor time and memory",
 }
+_TRAINS = frozenset({"num_steps", "training", "evaluation"})  # Not in statistics.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,7 @@ class RunStatus:
         last_round: The newest of them; 0 for none.
         at: When this was noted, seconds since 1970.
         data: On which data it trains.
-        sent: What leaves the site with each update, besides the update.
-        is_summed: Whether the update can be read only in a sum over sites.
+        sent: What leaves the site with each answer, in words.
         epsilon_cap: What the site has promised; None without differential privacy.
         epsilon: Spent on training records.
         held_out_epsilon: Spent on held-out records.
@@ -67,18 +68,9 @@ class RunStatus:
     at: float
     data: str
     sent: tuple[str, ...]
-    is_summed: bool
     epsilon_cap: float | None = None
     epsilon: float | None = None
     held_out_epsilon: float | None = None
-
-    @property
-    def leaves(self) -> tuple[str, ...]:
-        """What leaves the site with each update, in words."""
-        update = "its update"
-        return (
-            f"{update}, readable only in a sum" if self.is_summed else update
-        ), *self.sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +88,19 @@ class RefusedRun:
 
 
 def sent_by(job: JobSpec) -> tuple[str, ...]:
-    """What leaves a site with each update of a job, in words."""
-    kept = withheld(job)
-    return tuple(words for name, words in _SENT.items() if name not in kept)
+    """What leaves a site with each answer to a job, in words."""
+    kept, what = withheld(job), "its update"
+    if evaluates_only(job):
+        kept, what = kept | _SENT.keys() - {"phases"}, _SENT["evaluation"]
+    elif job.statistics is not None:
+        kept, what = kept | _TRAINS, "sums over its records"
+    private = job.privacy.differential_privacy
+    noised = private.held_out == "noise" if evaluates_only(job) else job.statistics
+    if private.enabled and noised:
+        what += " with noise"
+    if job.privacy.secure_aggregation.enabled:
+        what += ", readable only in a sum"
+    return what, *(words for name, words in _SENT.items() if name not in kept)
 
 
 def saver(folder: Path) -> Callable[[RunStatus], None]:
@@ -244,9 +246,10 @@ def _run_lines(run: RunStatus, now: float) -> Iterator[str]:
     yield ""
     yield f"run {run.run_id}: job {run.job!r}, {run.state}, {ago} ago"
     last = f", the last one {run.last_round}" if run.last_round else ""
-    yield f"  rounds   {run.answered} of {run.rounds} answered{last}"
+    if run.rounds:  # Otherwise it only evaluates.
+        yield f"  rounds   {run.answered} of {run.rounds} answered{last}"
     yield f"  data     {run.data}"
-    yield f"  leaves   {', '.join(run.leaves)}"
+    yield f"  leaves   {', '.join(run.sent)}"
     if run.epsilon_cap is not None:
         spent = format_epsilon(run.epsilon or 0.0)
         text = f"{spent} of {format_cap(run.epsilon_cap)} on training"

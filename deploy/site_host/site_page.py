@@ -7,7 +7,6 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 
 from deploy.site_host import run_status
 from deploy.site_host.config import SiteConfig
@@ -69,5 +68,4 @@ def _token(config: SiteConfig) -> str:
 def _shown(config: SiteConfig, clock: Clock) -> dict[str, object]:
     found, now = run_status.status(config), clock.now()
     about, *_ = run_status.lines(found, now)
-    runs = [{**asdict(run), "leaves": run.leaves} for run in reversed(found.runs)]
-    return {"about": about, "found": found, "runs": runs, "now": now}
+    return {"about": about, "found": found, "runs": found.runs[::-1], "now": now}

@@ -34,6 +34,7 @@ from federation.errors import (
 from federation.ids import RunId, SiteId
 from federation.job.evaluation_job import evaluates_only
 from federation.job.spec import JobSpec
+from federation.job.statistics_checks import planned_rounds
 from federation.members import Members, Standing
 from federation.messages import LedgerAnchor, TaskKind, join_anchors
 from federation.protocols import (
@@ -499,7 +500,7 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
             at=parts.clock.now(),
             run_id=parts.run_id,
             job_name=job.name,
-            rounds=job.rounds,
+            rounds=planned_rounds(job),
             first_round=state.round_index + 1,
             sites=tuple(site.name for site in job.sites),
             parameters=parts.layout.size,

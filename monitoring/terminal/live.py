@@ -18,6 +18,7 @@ from federation.events import (
     Event,
     PrivacyPlanned,
     RoundFinished,
+    RoundStarted,
     RunExtended,
     RunFinished,
     RunStarted,
@@ -103,6 +104,8 @@ class LiveProgress(Closing):
             self._rounds = event.rounds
             if self._fold.has_started and self._fold.view().finished is None:
                 self._console.print(Text(killed_before(event), style="yellow"))
+        if isinstance(event, RoundStarted):
+            self._rounds = max(self._rounds, event.round_index)
         left_before = self._fold.left_out
         with self._lock:
             self._fold.add(event)

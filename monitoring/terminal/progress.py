@@ -17,6 +17,7 @@ from federation.events import (
     ModelEvaluated,
     PrivacyPlanned,
     RoundFinished,
+    RoundStarted,
     RunExtended,
     RunFinished,
     RunStarted,
@@ -171,7 +172,6 @@ class PlainProgress(Closing):
         verb = "resumes" if event.first_round > 1 else "starts"
         self._put(
             f"run {event.run_id} {verb}  {event.job_name}  "
-            f"{'' if self._trains else 'at most '}"
             f"{format_count(event.rounds, 'round')}  "
             f"{format_count(len(event.sites), 'site')}{size if self._trains else ''}"
             f"{f' ({event.frozen:,} more frozen)' if event.frozen else ''}"
@@ -244,6 +244,8 @@ class PlainProgress(Closing):
         match event:
             case SitesIntroduced():
                 self._write(f"examples  {introduced(event)}")
+            case RoundStarted():  # Statistics ask a lost one again.
+                self._rounds = max(self._rounds, event.round_index)
             case SitesLeftOut():
                 self._put(left_out(event, self._left_out))
                 self._left_out = event

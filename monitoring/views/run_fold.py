@@ -262,8 +262,10 @@ class RunFold:
         # Of no round: of the evaluation that follows the last one.
         outside = [row for _, row in known if not (row.began or row.ended)]
         privacy = self._newest_of(PrivacyPlanned)
+        # Statistics ask a lost round again.
+        rounds = max(self._started[-1].rounds, running)
         return RunView(
-            started=self._started[-1],
+            started=replace(self._started[-1], rounds=rounds),
             first_started_at=self._started[0].at,
             coordinators=len(self._started),
             extended=tuple(self._extended),

@@ -106,17 +106,19 @@ class Statements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Tells sites that wait for a run's next task that none will come.
+    """Tells sites that no more tasks of a run will come.
 
     Attributes:
         version: Version of this message.
         ended: ID of the run.
         reason: Why a site that enrolled meanwhile cannot join it; empty for others.
+        completed: Whether the run has done all that its job asks.
     """
 
     version: int
     ended: str
     reason: str = ""
+    completed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,9 +230,11 @@ def are_statements(sealed: bytes) -> bool:
     return b'"introductions": [' in _body(sealed)
 
 
-def seal_end(run_id: RunId, aggregator: Identity, reason: str = "") -> bytes:
+def seal_end(
+    run_id: RunId, aggregator: Identity, reason: str = "", *, completed: bool = False
+) -> bytes:
     """Sign that a run has no more tasks for a site; with a reason, never had any."""
-    end = End(version=VERSION, ended=run_id, reason=reason)
+    end = End(version=VERSION, ended=run_id, reason=reason, completed=completed)
     return _seal(end, aggregator, Label.END)
 
 

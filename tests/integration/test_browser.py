@@ -190,8 +190,7 @@ STATUS = SiteStatus(
             last_round=4,
             at=0.0,
             data="own data",
-            sent=("the number of steps",),
-            is_summed=True,
+            sent=("its update, readable only in a sum", "the number of steps"),
         )
     ],
 )

@@ -69,6 +69,13 @@ def test_sites_answer_one_exact_question_and_say_so(
     assert "answers statistics in round" in log
     assert "14 histograms" in log
     assert "columns 0, 1" in log
+    # The end of a run that stopped before its spare rounds is known everywhere.
+    assert "is over: job 'survey', " in log
+    config = str(federation.folder / "site-a" / "site.toml")
+    shown = crossfed_here("site", "status", "--json", "--config", config).stdout
+    (run,) = json.loads(shown)["runs"]
+    assert (run["state"], run["rounds"]) == ("is over", run["answered"])
+    assert run["sent"][0] == "sums over its records, readable only in a sum"
 
     follower = federation.run(job, "statistics.columns.0.bins=8")
     _, err = follower.communicate(timeout=400)

@@ -216,6 +216,21 @@ def test_another_aggregator_is_refused(cloud: Cloud):
     assert cloud.asked == []
 
 
+def test_the_end_of_a_run_is_passed_on(cloud: Cloud):
+    """As the aggregator has signed it, to the sites of that run; none need be there."""
+    cloud.propose()
+    brought = dict[SiteId, bytes]()
+    cloud.answer = lambda site, asked: brought.setdefault(site, asked.body) and None
+    end = introduction.seal_end(RUN_ID, cloud.members.aggregator, completed=True)
+    assert cloud.agent.introduce(end) == b""
+    assert brought == dict.fromkeys(map(SiteId, SITES), end)
+    assert cloud.asked[-1] < 10.0
+    brought.clear()
+    with pytest.raises(ProtocolError, match="aggregator"):
+        cloud.agent.introduce(introduction.seal_end(RUN_ID, generate(os.urandom)))
+    assert not brought
+
+
 def test_introduction_of_another_is_dropped(cloud: Cloud):
     """One site cannot speak for its neighbour, nor spoil what the relay sends."""
 

@@ -132,7 +132,7 @@ def test_operator_reads_when_a_run_begins_and_ends(
     job = private_job(rounds=1, evaluation={"every": 0})
     for _ in range(2):
         accepted(agent, members, job)
-    taken = f"accepts run {RUN_ID}: job {job.name!r}, 1 rounds, epsilon at most 8 with"
+    taken = f"accepts run {RUN_ID}: job {job.name!r}, 1 round, epsilon at most 8 with"
     (text,) = said
     assert text.startswith(taken)
     assert "for the other sites" in text
@@ -142,7 +142,7 @@ def test_operator_reads_when_a_run_begins_and_ends(
     assert answer.spent is not None
     agent.close()
     (text,) = said[1:]
-    assert text.startswith(f"run {RUN_ID} is over: job {job.name!r}, 1 rounds, 1 ")
+    assert text.startswith(f"run {RUN_ID} is over: job {job.name!r}, 1 round, 1 ")
     spent = math.ceil(100 * answer.spent.epsilon) / 100  # As the aggregator shows it.
     assert spent > round(answer.spent.epsilon, 2)  # It is not the nearest one.
     assert f", epsilon {spent:.2f} of 8 spent on training; all" in text
@@ -170,9 +170,16 @@ def test_operator_reads_that_a_run_was_left(agent: SiteAgent, members: Consortiu
     ]
 
 
-@pytest.mark.parametrize("has_begun", [False, True])
-def test_operator_reads_that_a_run_ended_early(
-    agent: SiteAgent, members: Consortium, *, has_begun: bool
+@pytest.mark.parametrize(
+    ("has_begun", "completed", "how"),
+    [
+        (False, False, "did not start"),
+        (True, False, "ended before its last round"),
+        (True, True, "is over"),
+    ],
+)
+def test_operator_reads_how_a_run_ended(
+    agent: SiteAgent, members: Consortium, *, has_begun: bool, completed: bool, how: str
 ):
     """As its aggregator has signed; a run that is resumed is accepted once more."""
     said: list[str] = []
@@ -187,8 +194,10 @@ def test_operator_reads_that_a_run_ended_early(
     other = RunId("20260102-030405-000009")
     assert agent.introduce(introduction.seal_end(other, members.aggregator)) == b""
     assert len(said) == number
-    assert agent.introduce(introduction.seal_end(RUN_ID, members.aggregator)) == b""
-    how = "ended before its last round" if has_begun else "did not start"
+    end = introduction.seal_end(RUN_ID, members.aggregator, completed=completed)
+    assert agent.introduce(end) == b""
+    (run,) = run_status.read(agent.config)
+    assert run.state == how
     assert said[number].startswith(f"run {RUN_ID} {how}: job {job.name!r}, 3 rounds, ")
     accepted(agent, members, job)
     assert said[-1].startswith(f"accepts run {RUN_ID}: ")
@@ -246,11 +255,10 @@ def test_operator_sees_what_runs_do_and_what_leaves(
     assert (run.state, run.answered, run.last_round) == ("begun", 1, 1)
     assert (run.epsilon_cap, run.epsilon) == (8.0, answer.spent.epsilon)
     # What the answer really holds, of all that it might.
-    assert set(run.sent) == {"the number of steps", "held-out results"}
+    assert run.sent == ("its update", "the number of steps", "held-out results")
     assert answer.training is None
     assert not answer.phases
     assert answer.resources is None
-    assert not run.is_summed
     open_job = small_job(num_sites=2)
     made = agents.proposal(open_job, run_id="20260102-030405-000001")
     assert agents.propose(agent, members, made).refused == ""

@@ -24,8 +24,7 @@ RUN = RunStatus(
     last_round=4,
     at=0.0,
     data="own data",
-    sent=("the number of steps",),
-    is_summed=True,
+    sent=("its update, readable only in a sum", "the number of steps"),
     epsilon_cap=8.0,
     epsilon=3.25,
 )
@@ -56,7 +55,7 @@ def test_operator_sees_what_left_the_site(tmp_path: Path) -> None:
         with httpx.Client(follow_redirects=True) as browser:
             page = browser.get(address).text
     assert said[1:] == []
-    for words in (*RUN.leaves, "4 of 9 rounds", "3.25 of 8"):
+    for words in (*RUN.sent, "4 of 9 rounds", "3.25 of 8"):
         assert words in page, words
     assert HOSTILE not in page
     assert (tmp_path / "page.token").stat().st_mode & 0o777 == 0o600

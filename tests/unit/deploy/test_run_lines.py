@@ -1,0 +1,96 @@
+"""What a site's operator reads of runs that train nothing."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_jobs import small_job
+
+from deploy.site_host.run_lines import RunLines
+from deploy.site_host.run_status import RunStatus, sent_by
+from federation.clock import VirtualClock
+from federation.ids import RunId, SiteId
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from federation.messages import MetricSums, RoundTask, SiteEvaluation, TaskKind
+
+RUN, SITE = RunId("20260102-030405-abcdef"), SiteId("site-0")
+MODEL = {
+    "factory": "clients.models:logistic_regression",
+    "options": {"inputs": 4, "classes": 3},
+    "weights": f"model.npz@{'0' * 64}",
+}
+NOISE = {"differential_privacy": {"unit": "record", "target_epsilon": 8.0}}
+SECURE = {"secure_aggregation": {"enabled": True, "two_sites_waiver": True}}
+
+
+def statistics(**privacy: Any) -> JobSpec:
+    asked = {"columns": [{"names": ["age"], "low": 0.0, "high": 100.0}]}
+    names = [{"name": f"site-{at}"} for at in range(2)]
+    document = {"name": "s", "statistics": asked, "sites": names, "privacy": privacy}
+    return job_file.parse(document)
+
+
+def evaluation(**privacy: Any) -> JobSpec:
+    weights = {"weights": "uniform"}
+    return small_job(
+        num_sites=2, rounds=0, model=MODEL, privacy=privacy, aggregation=weights
+    )
+
+
+@pytest.mark.parametrize(
+    ("job", "first"),
+    [
+        (small_job(num_sites=2), "its update"),
+        (statistics(), "sums over its records"),
+        (statistics(**SECURE, **NOISE), "sums over its records with noise, readable "),
+        (evaluation(), "held-out results"),
+        (evaluation(**NOISE), "held-out results with noise"),
+        (evaluation(**SECURE), "held-out results, readable only in a sum"),
+    ],
+)
+def test_operator_reads_what_leaves(job: JobSpec, first: str):
+    what, *more = sent_by(job)
+    assert what.startswith(first)
+    trains = job.rounds > 0 and job.statistics is None
+    assert ("the training loss" in more) == trains
+    if not trains:
+        assert not {"held-out results", "the number of steps"} & {*more}
+
+
+def test_an_evaluation_is_in_the_log_with_what_left():
+    said, saved = list[str](), list[RunStatus]()
+    job = evaluation()
+    lines = RunLines(
+        RUN,
+        job=job,
+        promise=None,
+        data="own data",
+        listener=said.append,
+        total=str,
+        save=saved.append,
+        clock=VirtualClock(),
+        audit=lambda *_: None,
+    )
+    lines.accept()
+    lines.begin()
+    task = RoundTask(
+        run_id=RUN,
+        round_index=1,
+        site=SITE,
+        kind=TaskKind.EVALUATE,
+        layout_digest="",
+        weights_d=np.zeros(1, np.float32),
+        integers_m=np.zeros(0, np.int64),
+        evaluate=True,
+        evaluate_after=False,
+    )
+    sums = MetricSums(count=1, loss_sum=0.0, metrics={})
+    answer = SiteEvaluation(
+        run_id=RUN, round_index=1, site=SITE, evaluation=sums, phases=()
+    )
+    lines.note(task, answer)
+    assert "'small', no training, no differential" in said[0]
+    assert said[2].endswith(f"model.npz; sends {', '.join(sent_by(job))}")
+    assert "is over: job 'small', no training, 1 evaluation answered" in said[3]
+    assert [one.state for one in saved] == ["accepted", "begun", "begun", "is over"]
