@@ -82,7 +82,7 @@ def _print_statistics(found: "RunStatistics") -> None:
     records = {"n": found.records, "n_noise": found.noise.get("counts")}
     say(f"records     {_cell(records, 'n')} of {found.sites} sites")
     shown = ("name", "count", "missing", "mean", "deviation", "below", "above")
-    quantiles = [k for row in found.rows for k in row if k.startswith("q")]
+    quantiles = [f"q{q}" for column in found.columns for q in column.quantiles]
     names = [*shown, *dict.fromkeys(quantiles)]
     say_table(names, [[_cell(row, n) for n in names] for row in found.rows])
     for column in found.columns:
@@ -90,14 +90,22 @@ def _print_statistics(found: "RunStatistics") -> None:
     if len(found.numbers) > _MOST_SHOWN:
         say(f"correlations: {_COMPACT}")
     elif found.numbers:
-        say(f"correlations over {found.complete:,} records without a gap")
-        rows = zip(found.numbers, found.correlations, strict=True)
+        whole = {"n": found.complete, "n_noise": found.noise.get("counts")}
+        say(f"correlations over {_cell(whole, 'n')} records without a gap")
+        noises = found.correlation_noise or [[None] * len(found.numbers)] * len(
+            found.numbers
+        )
         cells = [
-            [n, *("-" if r is None else f"{r:.2f}" for r in row)] for n, row in rows
+            [name, *map(_ratio, row, noise)]
+            for name, row, noise in zip(
+                found.numbers, found.correlations, noises, strict=True
+            )
         ]
         say_table(["", *found.numbers], cells)
     if found.noise:
         say("±           standard deviation of the noise; - is not known")
+        if quantiles:
+            say("( to )      holds the quantile with 95 %, for the noise")
     if found.epsilon is not None:
         say(f"epsilon     {found.epsilon:.3g} at delta {found.delta:.1g}")
 
@@ -117,12 +125,21 @@ def _print_cells(column: "ColumnStatistics") -> None:
         say(f"{column.name}: {bins}: {', '.join(sizes) if few else _COMPACT}")
 
 
+def _ratio(ratio: float | None, noise: float | None) -> str:
+    """A correlation."""
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2f}" if not noise else f"{ratio:.2f} ±{noise:.2g}"
+
+
 def _cell(row: dict[str, Any], name: str) -> str:
     """A figure, and the standard deviation of its noise if it has any."""
     value, noise = row.get(name), row.get(f"{name}_noise")
     if value is None:
         return "-"
     after = "" if noise is None else f" ±{noise:.3g}"
+    if (low := row.get(f"{name}_low")) is not None:
+        after = f" ({low:.4g} to {row[f'{name}_high']:.4g})"
     if isinstance(value, float):
         return f"{value:.6g}{after}"
     return f"{value:,}{after}" if type(value) is int else str(value)

@@ -28,7 +28,7 @@ def with_moments(job: JobSpec) -> JobSpec:
     moments = {
         column.name: (column.mean, column.deviation)
         for column in columns
-        if column.mean is not None and column.kind == "number"
+        if column.kind == "number"
     }
     flat = [name for name, (_, deviation) in moments.items() if not deviation]
     if not moments or flat:

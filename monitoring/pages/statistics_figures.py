@@ -80,6 +80,8 @@ def _correlations(found: RunStatistics) -> Figure:
                 ink = "white" if abs(value) > 0.6 else INK  # noqa: PLR2004 -- deep
                 place = (x + 0.5, y + 0.52)
                 said = "-" if math.isnan(value) else f"{value:.2f}"
+                noise = found.correlation_noise and found.correlation_noise[y][x]
+                said += f"\n±{noise:.2g}" if noise else ""
                 axes.text(*place, said, color=ink, ha="center", va="center")
     middles = [at + 0.5 for at in range(len(names))]
     axes.set_yticks(middles, cut_names(names))

@@ -1,11 +1,13 @@
 """What a run of statistics found: moments, histograms and quantiles from its sums.
 
 Sums are whole numbers, so that moments are computed without rounding and rounded once
-at the end. With noise, counts may be negative and moments impossible: a variance that
-is not above 0 is not known (None), nor is a correlation beyond 1. The noise on what
-follows from several sums is that of its first-order (delta method) approximation.
+at the end. With noise, counts may be negative and moments impossible. The noise on what
+follows from several sums is that of its first-order (delta method) approximation, which
+holds while counts and variances are far larger than their noise: what needs one that is
+less than three times its noise is not known (None), nor is a correlation beyond 1.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,6 +38,7 @@ from monitoring.views.run_view import COMPLETED, RunView
 from privacy.dp.tables import mechanism_of
 
 _ROUNDING = 1e-9  # By which roots and quotients may pass 1.
+_CLEAR = 3.0  # Times its noise, from where a figure is told from 0.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,9 @@ class ColumnStatistics:
         deviation: Its square root.
         edges: Edges of the histogram's bins.
         histogram: Records in each bin.
-        quantiles: Value of each quantile.
+        quantiles: Value of each quantile; None where noise leaves it anywhere.
+        quantile_ranges: Between which values each is with 95 %, for the noise; empty
+            without differential privacy.
         categories: Records of each category.
         other: Records of all other categories.
         noise: Standard deviation of the noise on each kind of figure, by its name, in
@@ -76,7 +81,8 @@ class ColumnStatistics:
     deviation: float | None = None
     edges: tuple[float, ...] = ()
     histogram: tuple[int, ...] = ()
-    quantiles: Mapping[str, float] = field(default_factory=dict)
+    quantiles: Mapping[str, float | None] = field(default_factory=dict)
+    quantile_ranges: Mapping[str, Sequence[float]] = field(default_factory=dict)
     categories: Mapping[str, int] = field(default_factory=dict)
     other: int | None = None
     noise: Mapping[str, float] = field(default_factory=dict)
@@ -99,9 +105,10 @@ class RunStatistics:
         complete: Records without a missing number: those of the covariances.
         numbers: Columns of the covariances, in their order; empty if there are none.
         covariances: Of each pair of columns, divided by the count less 1; None where
-            noise leaves no positive variance.
-        correlations: Likewise; None also where a column is constant.
+            a variance is not known.
         covariance_noise: Standard deviation of the noise on each covariance.
+        correlations: Likewise; None also where a column is constant.
+        correlation_noise: Standard deviation of the noise on each.
         noise: Standard deviation of the noise on a number of records, by kind; empty
             without differential privacy. Other figures: see ``ColumnStatistics``.
         epsilon: Largest epsilon that a site has spent; None likewise.
@@ -116,6 +123,7 @@ class RunStatistics:
     covariances: tuple[tuple[float | None, ...], ...] = ()
     covariance_noise: tuple[tuple[float, ...], ...] = ()
     correlations: tuple[tuple[float | None, ...], ...] = ()
+    correlation_noise: tuple[tuple[float | None, ...], ...] = ()
     noise: Mapping[str, float] = field(default_factory=dict)
     epsilon: float | None = None
     delta: float | None = None
@@ -155,10 +163,13 @@ class RunStatistics:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """A row for each column, ready for ``pandas.DataFrame``."""
-        nested = ("edges", "histogram", "quantiles", "categories", "noise")
+        nested = {"edges", "histogram", "quantiles", "categories", "noise"}
+        nested.add("quantile_ranges")
         return [
             {k: v for k, v in asdict(each).items() if k not in nested}
             | {f"q{q}": value for q, value in each.quantiles.items()}
+            | {f"q{q}_low": low for q, (low, _) in each.quantile_ranges.items()}
+            | {f"q{q}_high": high for q, (_, high) in each.quantile_ranges.items()}
             | {f"{name}_noise": value for name, value in each.noise.items()}
             for each in self.columns
         ]
@@ -229,7 +240,9 @@ class _Reader:
             c.name: tuple(next(bins) for _ in c.spec.bin_edges[1:])
             for c in asked.numbers
         }
-        self._quantiles = _quantiles(asked, sums) if len(sums) > 1 else {}
+        self._quantiles, self._ranges = (
+            _quantiles(asked, sums, noise) if len(sums) > 1 else ({}, {})
+        )
 
     def column(self, column: Column) -> ColumnStatistics:
         """Statistics of a column."""
@@ -259,17 +272,21 @@ class _Reader:
         whole = max(count, 1)
         centre = Fraction(total, scale * whole)
         spread = _variance(whole, total, total, square) / scale**2 * half**2
-        variance = self._known(float(spread)) if count > 1 else None
+        of_spread = float(half) ** 2 * self._spread_noise(
+            whole, (total, total), square, SQUARES, is_one=True
+        )
+        is_many = count > _CLEAR * of_count
+        variance = float(spread) if is_many and count > 1 else None
+        if variance is not None and self._noise and variance <= _CLEAR * of_spread:
+            variance = None
         of_sum, size = self._noise.get(SUMS, 0.0) / scale, float(half)
         noise |= {"below": of_count, "above": of_count}
         noise["sum"] = math.hypot(float(middle) * of_count, size * of_sum)
-        if count > 0:
+        if is_many:
             noise["mean"] = math.hypot(of_sum, float(centre) * of_count) / whole * size
         if variance:
-            noise["variance"] = size**2 * self._spread_noise(
-                whole, (total, total), square, SQUARES, is_one=True
-            )
-            noise["deviation"] = noise["variance"] / (2 * math.sqrt(variance))
+            noise["variance"] = of_spread
+            noise["deviation"] = of_spread / (2 * math.sqrt(variance))
         if spec.bin_edges:
             noise["histogram"] = self._noise.get(HISTOGRAMS, 0.0)
         return ColumnStatistics(
@@ -278,12 +295,13 @@ class _Reader:
             below=counts[beyond],
             above=counts[beyond + num],
             sum=float(middle * count + half * Fraction(total, scale)),
-            mean=float(middle + half * centre) if count > 0 else None,
+            mean=float(middle + half * centre) if is_many else None,
             variance=variance,
             deviation=None if variance is None else math.sqrt(variance),
             edges=spec.bin_edges,
             histogram=self._bins[name],
             quantiles=self._quantiles.get(name, {}),
+            quantile_ranges=self._ranges.get(name, {}),
         )
 
     def noise_on_records(self) -> Mapping[str, float]:
@@ -291,15 +309,50 @@ class _Reader:
         kinds = (COUNTS, HISTOGRAMS, CATEGORIES, QUANTILES)
         return {k: round(self._noise[k], 6) for k in kinds if k in self._noise}
 
-    def _known(self, variance: float) -> float | None:
-        """A variance; None if noise has made it impossible."""
-        return None if self._noise and variance <= 0 else variance
-
     def _correlation(self, covariance: float, roots: float) -> float | None:
         """None for a constant, and if noise has made it impossible."""
         if roots <= 0 or (self._noise and abs(covariance) > roots * (1 + _ROUNDING)):
             return None
         return max(-1.0, min(1.0, covariance / roots))
+
+    def _correlation_noise(
+        self,
+        count: int,
+        ratio: float,
+        means: tuple[float, float],
+        roots: tuple[float, float],
+        *,
+        is_one: bool,
+    ) -> float:
+        """Noise on a correlation; none on that of a column with itself.
+
+        From the derivatives of ``r = (Q/n - S T / n^2) / (s t)`` by all sums that are
+        in it, those in the deviations s and t as well; see ``_spread_noise``.
+
+        Args:
+            count: n.
+            ratio: r.
+            means: Of both columns, in halves of their range from its middle.
+            roots: Their deviations s and t, likewise.
+            is_one: Whether both columns are the same.
+        """
+        if is_one:
+            return 0.0
+        scale = 1 << self._asked.grid_bits
+        (s, t), (a, b) = roots, (means[0] / roots[0], means[1] / roots[1])
+        of_product = self._noise[PRODUCTS] / scale**2
+        of_sum, of_count = self._noise[SUMS] / scale, self._noise[COUNTS]
+        return (
+            math.hypot(
+                of_product / (s * t),
+                of_product * ratio / (2 * s**2),
+                of_product * ratio / (2 * t**2),
+                of_sum * (ratio * a - b) / s,
+                of_sum * (ratio * b - a) / t,
+                of_count * (a * b - ratio * (a**2 + b**2) / 2),
+            )
+            / count
+        )
 
     def _spread_noise(
         self,
@@ -345,22 +398,36 @@ class _Reader:
                     whole, (sums[i], sums[j]), product, PRODUCTS, is_one=i == j
                 )
         roots = [math.sqrt(max(0.0, found[i][i])) for i in range(num)]
-        ratios = [
-            [self._correlation(found[i][j], roots[i] * roots[j]) for j in range(num)]
+        means = [float(Fraction(total, scale * whole)) for total in sums]
+        is_many = complete > _CLEAR * self._noise.get(COUNTS, 0.0)
+        is_known = [
+            not self._noise or (is_many and found[i][i] > _CLEAR * noise[i][i])
             for i in range(num)
         ]
-        is_known = [self._known(found[i][i]) is not None for i in range(num)]
-        known = [
-            [v if is_known[i] and is_known[j] else None for j, v in enumerate(row)]
-            for i, row in enumerate(found)
-        ]
+        covariances, ratios, of_ratios = (_unknown(num) for _ in range(3))
+        for i, j in itertools.product(range(num), repeat=2):
+            if not (is_known[i] and is_known[j]):
+                continue
+            covariances[i][j] = found[i][j]
+            ratio = self._correlation(found[i][j], roots[i] * roots[j])
+            ratios[i][j] = ratio
+            if self._noise and ratio is not None:
+                sizes = (roots[i] / float(halves[i]), roots[j] / float(halves[j]))
+                of_ratios[i][j] = self._correlation_noise(
+                    whole, ratio, (means[i], means[j]), sizes, is_one=i == j
+                )
         return {
             "complete": complete,
             "numbers": tuple(c.name for c in numbers),
-            "covariances": tuple(map(tuple, known)),
+            "covariances": tuple(map(tuple, covariances)),
             "covariance_noise": tuple(map(tuple, noise)) if self._noise else (),
             "correlations": tuple(map(tuple, ratios)),
+            "correlation_noise": tuple(map(tuple, of_ratios)) if self._noise else (),
         }
+
+
+def _unknown(num: int) -> list[list[float | None]]:
+    return [[None] * num for _ in range(num)]
 
 
 def _half(column: Column) -> Fraction:
@@ -373,13 +440,24 @@ def _variance(count: int, first: int, second: int, product: int) -> Fraction:
     return Fraction(count * product - first * second, count * max(count - 1, 1))
 
 
-def _quantiles(asked: Table, sums: Sequence[Sums]) -> dict[str, dict[str, float]]:
-    """The middle of the fine bin in which each quantile is: its lower value."""
-    fine = iter(sums[1][QUANTILES])
-    found: dict[str, dict[str, float]] = {}
+def _quantiles(
+    asked: Table, sums: Sequence[Sums], noise: Sequence[Mapping[str, float]]
+) -> tuple[dict[str, dict[str, float | None]], dict[str, dict[str, list[float]]]]:
+    """The middle of the fine bin in which each quantile is: its lower value.
+
+    Returns:
+        It, and with noise between which values it is; by column and quantile.
+    """
+    fine, coarse = iter(sums[1][QUANTILES]), iter(sums[0][QUANTILES])
+    counts = {
+        c.name: [next(coarse) for _ in range(COARSE)]
+        for c in asked.numbers
+        if c.spec.quantiles
+    }
+    found: dict[str, dict[str, float | None]] = {}
+    ranges: dict[str, dict[str, list[float]]] = {}
     for column, quantile, at, rank, below in windows(asked, sums[0]):
-        low, high = column.spec.bounds
-        upto, bin_ = below, FINE - 1
+        name, upto, bin_ = column.name, below, FINE - 1
         sizes = [next(fine) for _ in range(FINE)]
         if not any(sizes):  # Sites have hidden them: none is known.
             bin_ = FINE // 2
@@ -387,6 +465,69 @@ def _quantiles(asked: Table, sums: Sequence[Sums]) -> dict[str, dict[str, float]
             upto += size
             if upto >= rank:
                 bin_ = min(bin_, number)
-        place = (at * FINE + bin_ + 0.5) / (COARSE * FINE)
-        found.setdefault(column.name, {})[f"{quantile:g}"] = low + (high - low) * place
-    return found
+        place = at * FINE + bin_
+        value: float | None = _value(column, place + 0.5)
+        if noise:
+            edges = _edges(counts[name], sizes, at, quantile, noise)
+            first, last = _range(edges, (place, place + 1))
+            if (first, last) == (0, COARSE * FINE):
+                value = None
+            ends = [_value(column, first), _value(column, last)]
+            ranges.setdefault(name, {})[f"{quantile:g}"] = ends
+        found.setdefault(name, {})[f"{quantile:g}"] = value
+    return found, ranges
+
+
+def _value(column: Column, place: float) -> float:
+    low, high = column.spec.bounds
+    return low + (high - low) * place / (COARSE * FINE)
+
+
+def _edges(
+    counts: Sequence[int],
+    fine: Sequence[int],
+    at: int,
+    quantile: float,
+    noise: Sequence[Mapping[str, float]],
+) -> Iterator[tuple[int, float, float]]:
+    """What noised counts say of where a quantile q is.
+
+    Values below an edge, less the share q of all: ``D = A - q (A + B)`` for the sums A
+    and B of a and b bins below and above it. Its noise has the variance
+    ``s^2 ((1 - q)^2 a + q^2 b)``, and that of the fine bins that are added to A. The
+    quantile is below the edge where D without noise is 0 or more.
+
+    Yields:
+        Number of a fine edge, D, and the standard deviation of its noise.
+    """
+    of_coarse, of_fine = (each[QUANTILES] for each in noise)
+    rank, below = quantile * sum(counts), 0
+    for a in range(COARSE + 1):
+        deviation = of_coarse * math.hypot(
+            (1 - quantile) * math.sqrt(a), quantile * math.sqrt(COARSE - a)
+        )
+        yield a * FINE, below - rank, deviation
+        if a == at:
+            inside = below
+            for number, size in enumerate(fine, 1):
+                inside += size
+                beside = of_fine * math.sqrt(number)
+                yield a * FINE + number, inside - rank, math.hypot(deviation, beside)
+        below += counts[a] if a < COARSE else 0
+
+
+def _range(
+    edges: Iterator[tuple[int, float, float]], place: tuple[int, int]
+) -> tuple[int, int]:
+    """The edges between which a quantile surely is, and its place: 3 deviations.
+
+    So much at each edge, where the noise of neighbours is nearly the same, leaves 95 %
+    and more for all of them together.
+    """
+    first, last = 0, COARSE * FINE
+    for edge, found, deviation in edges:
+        if found + _CLEAR * deviation < 0:
+            first = max(first, edge)
+        elif found - _CLEAR * deviation >= 0:
+            last = min(last, edge)
+    return min(first, last, place[0]), max(first, last, place[1])
