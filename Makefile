@@ -83,10 +83,10 @@ programs: ## Install what tests start (Debian, as root; hadolint and kubernetes-
 test: $(READY) programs ## Run every test but the long ones
 	@$(MAKE) --no-print-directory --keep-going test-fast test-rest
 
-# Properties run again here, with all their examples. One worker more than two cores have:
-# the slowest tests mostly wait for processes.
+# Properties run again here, with all their examples. Two workers more than two cores
+# have: the slowest tests mostly wait for processes. In the order of tests/conftest.py.
 test-rest: $(READY) ## Run what `make test` runs and `make test-fast` does not
-	$(PYTEST) -m "not long and not fast" -n 3 --dist loadgroup
+	$(PYTEST) -m "not long and not fast" -n 4 --dist loadgroup --no-loadscope-reorder
 
 deploy-tools: $(VENV)-deploy/.ready ## Install what checks the files of deploy/, in .venv-deploy
 

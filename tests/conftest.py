@@ -103,9 +103,8 @@ def _is_all_fast(path: Path) -> bool:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what follows from what a test uses."""
     if item.get_closest_marker("xdist_group"):
-        # One that starts no Ray need not wait for those that do.
         pass
-    elif item.get_closest_marker("flower"):
+    elif item.get_closest_marker("flower") and not item.get_closest_marker("deploy"):
         # Ray starts in one worker at a time: two would see each other's files.
         item.add_marker(pytest.mark.xdist_group("flower"))
     elif _shares_a_fixture(item):
@@ -133,23 +132,45 @@ def _is_fast(item: pytest.Item) -> bool:
     return is_here and not (is_property or any(others))
 
 
-# Tests of ten seconds and more, in the order of their length: begun last, one of them
-# would keep one worker busy while the others have nothing left to do. Groups need no
-# place here, as pytest-xdist begins with those of the most tests.
+# Groups and tests of ten seconds and more, in the order of their length: begun last,
+# one would keep one worker busy while the others have nothing left to do. What waits
+# for processes stands between what computes.
 _BEGUN_FIRST = (
-    "test_killed_three_times_and_moved_twice",
-    "test_it_runs",
-    "test_trials_in_processes",
+    "test_runs_at_once",
+    "flower",
+    "fleet",
+    "test_deployed",
+    "faults",
+    "superlink",
+    "test_deployed_buffered_sums",
+    "report",
     "test_killed_at_every_system_call",
+    "test_deployed_unequal_sites",
+    "test_joining_sites",
+    "test_ranks",
+    "test_agent_stops",
+    "test_cli",
+    "test_crash_resume",
+    "test_local_user",
+    "test_flower_app",
+    "test_deployed_statistics",
+    "test_another_machine_ends_private_steps_for_what_was_paid",
+    "test_distribution",
+    "test_another_machine_ends_the_round",
+    "test_core_alone",
+    "huggingface",
+    "test_trials_in_processes",
+    "test_it_runs",
+    "test_killed_three_times_and_moved_twice",
     "test_a_group_has_one_worker",
-    "test_page_is_whole_and_self_contained",
 )
 
 
 def _place(item: pytest.Item) -> int:
     """Where a test stands in that order; all others stay behind, in theirs."""
-    name = getattr(item, "originalname", item.name)
-    return _BEGUN_FIRST.index(name) if name in _BEGUN_FIRST else len(_BEGUN_FIRST)
+    mark = item.get_closest_marker("xdist_group")
+    names = (mark.args[0] if mark else "", getattr(item, "originalname", item.name))
+    return min(map(_BEGUN_FIRST.index, {*names} & {*_BEGUN_FIRST}), default=1000)
 
 
 @pytest.hookimpl(trylast=True)

@@ -152,7 +152,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("deployed")
+@pytest.mark.xdist_group("guard")
 def test_another_bundle_is_not_started(running: SuperLink, tmp_path: Path):
     """Even if whoever starts the run knows the secret."""
     mark = tmp_path / "code was run"
@@ -193,7 +193,7 @@ def test_coordinator_loads_no_other_bundle():
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("deployed")
+@pytest.mark.xdist_group("guard")
 @pytest.mark.skipif(
     not landlock.is_available(), reason="this kernel has no Landlock: see the decision"
 )

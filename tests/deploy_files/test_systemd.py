@@ -99,7 +99,6 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
 @pytest.mark.slow
 @pytest.mark.deploy
 @pytest.mark.flower
-@pytest.mark.xdist_group("deployed")
 @needs("nginx")
 def test_both_parties_report(manager: socket.socket, tmp_path: Path):
     """Ready when it serves, alive about once a second, and connected, in words."""

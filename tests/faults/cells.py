@@ -113,12 +113,8 @@ def _all() -> Iterator[Cell]:
 MATRIX = tuple(_all())
 CELLS = tuple(cell for cell in MATRIX if not cell.senseless)
 
-# For every change of the code, in two runs of one federation: the deeds of a run follow
-# one another, and none lasts. `make test-faults` and `make test-long` have the others.
-_CHAINS = (
-    ("coordinator/kill/plain", "superlink/restart/plain"),
-    ("site/kill/p1-private", "proxy/kill/p1-private"),
-)
+# For every change of the code, one after another in one run; none lasts. The others are
+# in `make test-faults` and `make test-long`.
+_CHAIN = ("coordinator/kill", "superlink/restart", "site/kill", "proxy/kill")
 _NAMED = {cell.name: cell for cell in CELLS}
-CHAINS = tuple(tuple(_NAMED[name] for name in chain) for chain in _CHAINS)
-REPRESENTATIVE = tuple(cell for chain in CHAINS for cell in chain)
+REPRESENTATIVE = tuple(_NAMED[f"{name}/{Mode.P1_PRIVATE}"] for name in _CHAIN)

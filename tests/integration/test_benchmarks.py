@@ -66,8 +66,8 @@ SHORT = {
     "turns": "--pairs 1 --cases encrypted-read-small",
     "virtual_accuracy": "--smoke --only capacity --rounds 2",
 }
-# `make lint` checks the types of all of them; these four also run in `make test`.
-NORMAL = {"overhead", "precision", "secure_aggregation", "virtual_accuracy"}
+# `make lint` checks the types of all of them; these two also run in `make test`.
+NORMAL = {"overhead", "precision"}
 NGINX = {"adapter_privacy", "agents_memory"}
 FLOWER = {"agents_memory", "combine", "deployed", "secure_aggregation"}
 # Its cases are tried below.

@@ -39,7 +39,6 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.flower,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("deployed"),
     needs("nginx"),
 ]
 

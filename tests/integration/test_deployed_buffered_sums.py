@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("deployed"),
     needs("nginx"),
 ]
 

@@ -14,7 +14,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.deploy,
     pytest.mark.timeout(900),
-    pytest.mark.xdist_group("deployed"),
     needs("nginx"),
 ]
 

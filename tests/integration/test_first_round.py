@@ -16,7 +16,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,  # It starts what tests usually fork, and measures.
     pytest.mark.deploy,
-    pytest.mark.xdist_group("deployed"),
     needs("nginx"),
 ]
 

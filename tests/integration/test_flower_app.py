@@ -53,7 +53,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("deployed"),
     needs("nginx"),
 ]
 

@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.timeout(900),
-    pytest.mark.xdist_group("deployed"),
     needs("nginx", "root", "mount", "g++"),
 ]
 

@@ -34,7 +34,6 @@ pytestmark = [
     pytest.mark.long,  # Flower forgets a dead node after 20 s; see test_home_agents.
     pytest.mark.deploy,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("deployed"),
     needs("nginx"),
 ]
 

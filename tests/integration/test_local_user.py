@@ -32,7 +32,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.flower,
-    pytest.mark.xdist_group("deployed"),
     needs("root"),
     needs("nginx"),
 ]

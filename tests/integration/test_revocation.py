@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("deployed"),
     needs("nginx"),
 ]
 

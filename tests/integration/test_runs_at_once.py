@@ -42,7 +42,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("deployed"),
     needs("nginx"),
 ]
 _ANEW = {"PYTHONPATH": str(Path(__file__).parents[1])}

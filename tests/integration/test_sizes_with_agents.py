@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("deployed"),
     needs("nginx"),
 ]
 made = test_cloud_sites.clouds

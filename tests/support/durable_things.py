@@ -342,7 +342,7 @@ THINGS = {
         continued,
         ("nothing", "charged", "answered"),
         leaves=2,
-        stride=3,
+        stride=7,
     ),
     "object of a folder": Durable(put(1), put(2), stored, ("1", "2")),
     "cached object": Durable(lambda _: None, cache, cached, ("0", "1")),

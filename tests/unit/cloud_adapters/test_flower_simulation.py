@@ -79,7 +79,7 @@ def test_nothing_is_left_behind(flower_story: Story, name: str):
 @pytest.mark.parametrize(
     ("gpus_per_site", "workers", "text"),
     [
-        (1e6, 1, "simulation engine failed"),
+        pytest.param(1e6, 1, "simulation engine failed", marks=pytest.mark.long),
         # Ray itself fails, when it has started some of its processes.
         (0.0, -1, r"did not start: .* simulate with engine inproc"),
     ],
