@@ -25,6 +25,7 @@ def test_page_follows_from_its_rows(server: ForkServer, tmp_path: Path):
         assert path.read_text() == committed.read_text(), path.name
 
 
+@pytest.mark.long
 def test_short_form_runs_every_case_once(server: ForkServer, tmp_path: Path):
     """A finished case is not run again."""
     out = tmp_path / "rows.jsonl"

@@ -26,6 +26,8 @@ KILLED = -signal.SIGKILL
 NUM_RANDOM_KILLS = 5
 # A report costs as much as the run: it is drawn where the run was killed late.
 REPORTED = {"run has ended", *misfortunes.REPLACED}
+# Moments beside one that `make test` has.
+BESIDE = {"update is folded, no blob yet", "first blob is written", "round has ended"}
 ROUNDS = 6
 # Sites wait in the second round until the test makes this file.
 GO = "go"
@@ -105,7 +107,13 @@ def check_whole(place: Path, baseline: Baseline, *, has_report: bool = False) ->
     assert not any((run / ".partial").iterdir())
 
 
-@pytest.mark.parametrize("kind", misfortunes.KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.long] * (kind in BESIDE))
+        for kind in misfortunes.KINDS
+    ],
+)
 def test_killed_run_resumes_to_the_same_model(
     kind: str, server: ForkServer, place: Path, baseline: Baseline
 ) -> None:

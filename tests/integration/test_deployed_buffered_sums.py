@@ -97,6 +97,7 @@ def failures(federation: Deployment) -> set[str]:
     return {failed["kind"] for failed in federation.events("SiteFailed")}
 
 
+@pytest.mark.long  # In the clear it is in test_deployed_unequal_sites.
 def test_frozen_site_holds_up_its_own_group_alone(
     federation: Deployment, tmp_path: Path
 ):

@@ -162,7 +162,7 @@ def test_sites_that_follow_sums_have_the_servers_model(optimizer: str):
     assert len(sent.sums) == 4 * ROUNDS  # Of later rounds, and of the evaluation.
 
 
-@every_optimizer
+@pytest.mark.parametrize("optimizer", ["average", "momentum", "adam"])
 def test_restarted_site_gets_the_whole_model_and_follows_again(optimizer: str):
     """With the state of the optimiser, or the next step would be another one."""
     job = level_job(

@@ -161,7 +161,10 @@ def test_thin_lines_carry_what_was_predicted() -> None:
     assert seen[2] < seen[0]
 
 
-@pytest.mark.parametrize(("name", "least"), [("joint", 0.92), ("sites", 0.92)])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("joint", 0.92), pytest.param("sites", 0.92, marks=pytest.mark.long)],
+)
 def test_noise_in_the_sum_leaves_something_to_learn(name: str, least: float) -> None:
     """At epsilon 8; exact, since the test and not the sites looks at held-out data."""
     job = load(name, "evaluation.every=0")

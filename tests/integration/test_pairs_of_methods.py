@@ -29,7 +29,7 @@ from monitoring.runs.run_result import RunResult
 pytestmark = pytest.mark.slow
 
 ROUNDS, STOP_AFTER = 4, 2
-_OFTEN = 2  # Pairs of a method in `make test`; the rest are long.
+_OFTEN = 1  # Pairs of a method in `make test`; the rest are long.
 SITES = [f"site-{i}" for i in range(3)]
 MACHINES = [
     {"site": site, "examples_per_second": 100.0, "up_mbit": 0.01} for site in SITES

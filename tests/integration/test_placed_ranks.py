@@ -107,8 +107,10 @@ MUON = {"name": "muon", "lr": 1e-3, "momentum": 0.95, "weight_decay": 0.01}
 @pytest.mark.parametrize("sharding", ["none", "full"])
 @pytest.mark.parametrize(
     ("job", "source"),
-    [(mlp_job(optimizer=MUON), BLOBS), (gpt_job(optimizer=MUON), TOKENS)],
-    ids=["mlp", "gpt"],
+    [
+        pytest.param(mlp_job(optimizer=MUON), BLOBS, marks=pytest.mark.long, id="mlp"),
+        pytest.param(gpt_job(optimizer=MUON), TOKENS, id="gpt"),
+    ],
 )
 def test_muon_over_ranks_is_like_one(job: JobSpec, source: str, sharding: str):
     """Also where each rank holds some rows of a matrix: it orthogonalises the whole.

@@ -168,12 +168,15 @@ def killing(
 
 PLAIN, SECRET = private_job(), private_job(secure=True)
 IN_SUM = private_job("joint", secure=True)
+LONG = pytest.mark.long  # In the clear there is less to get wrong.
 KILLS: list[Any] = [
     pytest.param(PLAIN, 1, last_answer, 2, id="a saved round and the killed one"),
-    pytest.param(PLAIN, 2, last_answer, 3, id="the killed round alone"),
+    pytest.param(PLAIN, 2, last_answer, 3, id="the killed round alone", marks=LONG),
     pytest.param(SECRET, 2, last_answer, 3, id="the same, in secret"),
     pytest.param(IN_SUM, 2, last_answer, 3, id="the same, with noise in the sum"),
-    pytest.param(PLAIN, 4, evaluates_last, 4, id="the last evaluation alone"),
+    pytest.param(
+        PLAIN, 4, evaluates_last, 4, id="the last evaluation alone", marks=LONG
+    ),
     pytest.param(SECRET, 4, evaluates_last, 4, id="the same evaluation, in secret"),
 ]
 

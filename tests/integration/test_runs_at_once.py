@@ -145,17 +145,17 @@ def test_a_higher_priority_takes_its_turn_after_a_round(
     federation: Deployment, tmp_path: Path
 ):
     """The run that makes way continues from its checkpoint, to the same model."""
-    low = [job(tmp_path, f"low{n}", rounds=16) for n in (1, 2)]
+    low = [job(tmp_path, f"low{n}", rounds=10) for n in (1, 2)]
     first, second = (submit(federation, path) for path in low)
     wait_for(lambda: len(rounds(first)) > 1 and len(rounds(second)) > 1, "they work")
     urgent = submit(federation, job(tmp_path, "urgent", rounds=2), "--priority", "2")
     finished(urgent)
-    assert len(rounds(first)) < 16 or len(rounds(second)) < 16
+    assert len(rounds(first)) < 10 or len(rounds(second)) < 10
     finished(first, second)
     starts = [len(events(run, "RunStarted")) for run in (first, second)]
     assert sorted(starts) == [1, 2]
     for run, path in zip((first, second), low, strict=True):
-        assert len(rounds(run)) == 16
+        assert len(rounds(run)) == 10
         same_as_simulated(run, path)
 
 
