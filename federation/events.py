@@ -202,7 +202,7 @@ class PrivacyPlanned(RunEvent):
 
     Attributes:
         at: When.
-        unit: Unit of privacy: ``record``, ``joint`` or ``site``.
+        unit: Unit of privacy: ``record``, ``person``, ``joint`` or ``site``.
         relation: Neighbouring relation.
         accountant: What computes epsilon.
         sampling: What the accountant assumes about batches.

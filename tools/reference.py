@@ -408,7 +408,7 @@ def _cli() -> Iterator[str]:
     yield from (*_prose(exit_codes), "")
     verbs = list(_verbs(cli._parser(), "crossfed"))  # noqa: SLF001 -- flags are its
     counts = Counter(row for _, _, rows in verbs for row in rows)
-    usual = dict[str, tuple[str, str]]()  # What most verbs mean by a flag.
+    usual = dict[str, tuple[str, str]]()  # What most verbs mean by it.
     for row, num in counts.most_common():
         if num >= _COMMON and row[0].startswith("`-"):
             usual.setdefault(row[0], row)
@@ -588,7 +588,7 @@ def _summary(kind: type) -> str:
 
 def _sentence(text: str) -> str:
     """Begin with a capital, unless with the name of a key or file; end with a stop."""
-    if not re.match(r"\w+[._:]\w", text):
+    if not re.match(r"\w+[._:][\w ]", text):
         text = text[:1].upper() + text[1:]
     return text and text.rstrip(".") + "."
 

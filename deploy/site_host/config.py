@@ -99,9 +99,9 @@ class LocalDataSpec:
             does not declare this itself: `none`, each record is prepared separately;
             `public`, constants that come from elsewhere; `own`, exact statistics of
             this site's data; `pooled`, statistics over the data of several sites. The
-            units `record` and `joint` permit the first two, `site` the first three.
-            Leave it empty if you cannot vouch for the source: jobs with differential
-            privacy then refuse a source that declares nothing.
+            units `record`, `person` and `joint` permit the first two, `site` the first
+            three. Leave it empty if you cannot vouch for the source: jobs with
+            differential privacy then refuse a source that declares nothing.
         name: Name of the records. Under it, the site remembers how much of
             `policy.total_epsilon` they have spent, and the sums and groups that they
             were in. A new name starts again from zero, so use one only for different
