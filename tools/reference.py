@@ -363,11 +363,14 @@ def _table_in(hint: Any) -> type | None:
 
 
 def _key(field: "dataclasses.Field[Any]", hint: Any, said: str) -> str:
+    """A key with its type, unless that shows in the default, and its default."""
     facts = _type(hint) + _values(field.metadata, said)
     default = _default(field)
     if default in _EMPTY:
         default = ""
     elif default != _REQUIRED:
+        if facts in {_WORDS[bool], _WORDS[str]}:
+            facts = ""
         default = f"default {default}"
     return f"- `{field.name}` ({'; '.join(filter(None, (facts, default)))}): {said}"
 
@@ -588,7 +591,7 @@ def _summary(kind: type) -> str:
 
 def _sentence(text: str) -> str:
     """Begin with a capital, unless with the name of a key or file; end with a stop."""
-    if not re.match(r"\w+[._:][\w ]", text):
+    if not re.match(r"\w+[._:]\w", text):
         text = text[:1].upper() + text[1:]
     return text and text.rstrip(".") + "."
 
