@@ -67,14 +67,13 @@ class PolicySpec:
             `record`, or if `accept_two_sites` is set and the run has two sites.
         min_group: Smallest group of sites whose sum can be computed from all secure
             sums without differential privacy on this data, over all runs. Default:
-            `min_sites` or 3, or `colluding_sites` + 2 if that is more. 1 allows a run
-            to be repeated without one site, which reveals that site's update.
+            `min_sites` or 3, or `colluding_sites` + 2 if that is more. With 1, a run
+            can be repeated without one site, which reveals that site's update.
         accept_dropouts: Whether a round without differential privacy may continue when
             fewer than `min_group` sites are absent (a job's `threshold` below its
             number of sites), or sites may change their numbers of local steps
-            (`schedule.allocation = "capacity"`). Comparing the sums before and after
-            then reveals what the absent sites add, or what the change does to an
-            update.
+            (`schedule.allocation = "capacity"`). Two sums then reveal what the absent
+            sites add, or what the change does to an update.
         colluding_sites: How many other sites may collude with the aggregator and still
             not learn this site's update.
         max_clip_norm: Largest clip norm of an update with secure aggregation.
@@ -85,15 +84,15 @@ class PolicySpec:
             less precise, but just as secret.
         levels: Accepted numbers of levels, where a job rounds updates to few: 3, 4, 8,
             16 and 256. `[]` accepts only words of `ring_bits`: where all sites are at
-            an outermost level, a sum of few levels says so of each.
+            an outermost level, a sum of few levels reveals it.
         weight_rules: Accepted weights in secure sums: `examples` reveals the total
             number of examples of all sites to the aggregator, `uniform` reveals
             nothing.
         require_hybrid: Whether the keys of secure sums must be derived from ML-KEM-768
-            as well as X25519. Without it, a future quantum computer could read traffic
-            recorded today.
+            as well as X25519.
         accept_two_sites: Whether to accept a run of two sites without record-level
-            differential privacy: the other site can compute this site's update.
+            differential privacy, in which the other site can compute this site's
+            update.
         max_rounds: Most rounds of a run.
         max_local_steps: Most local steps of a round: those of a job that fixes them,
             or `schedule.max_local_steps`. No limit by default.
@@ -103,12 +102,12 @@ class PolicySpec:
             each value in `training.accumulate_from`.
         max_values: Most values of a model, its frozen ones and its buffers included. A
             larger one is refused before memory is allocated for it. A relay compares
-            what the aggregator states. The default is 4 GB of float32.
+            what the aggregator states.
         functions: Functions that a job may name: `module:function`; `module:*` for
             every function that the module itself defines; or `./file.py:function` for a
             file beside this one, which must be identical to the job author's. Functions
-            named inside options must be listed too. Functions are called with the job's
-            options, so never list one that does harm with some options.
+            named inside options must be listed too. Never list a function that does
+            harm with some options.
         statistics: What the site answers to jobs of statistics, which add up columns.
     """
 

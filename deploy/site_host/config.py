@@ -93,8 +93,8 @@ class LocalDataSpec:
             returns `(train, held_out)`; or the URL of shards. If empty, the site uses
             the part of the job's own dataset that a simulation would give it, to
             rehearse with public data.
-        options: Keyword arguments of the function, or options of the URL. A relative
-            path is relative to the agent's working folder: prefer absolute paths.
+        options: Keyword arguments of the function, or options of the URL. Relative
+            paths begin at the agent's working folder.
         preprocessing: What the source derives from the data to prepare records, if it
             does not declare this itself: `none`, each record is prepared separately;
             `public`, constants that come from elsewhere; `own`, exact statistics of
@@ -104,9 +104,8 @@ class LocalDataSpec:
             differential privacy then refuse a source that declares nothing.
         name: Name of the records. Under it, the site remembers how much of
             `policy.total_epsilon` they have spent, and the sums and groups that they
-            were in. A new name starts again from zero, so use one only for different
-            people's records: never for a new version or a new location of the same
-            data.
+            were in. A new name starts from zero: use one only for different people's
+            records, never for a new version or location of the same data.
     """
 
     source: str = ""
@@ -134,15 +133,14 @@ class ComputeSpec:
         notices: Whose notice makes the site leave before its machine is preempted:
             `aws` asks the metadata service of EC2 (spot interruption, two minutes),
             `gcp` that of Compute Engine (preemption, 30 seconds).
-        keep_steps_seconds: Time between two copies of a round's local steps that are
-            made without a notice, for machines that may vanish; 0 makes a copy only
-            when the site has to leave.
+        keep_steps_seconds: Time between two copies of a round's local steps, for
+            machines that may vanish without a notice; 0 makes a copy only when the site
+            has to leave.
         measure: Note each second what this machine does and the energy it takes, in
-            files of `folder`; nothing of it leaves the site.
+            files of `folder`.
         grams_per_kwh: Carbon intensity of the machine's electricity, gCO2e per kWh as
             its supplier states it; 0 if you do not know.
-        environment: Names of environment variables to pass to ranks, in addition to
-            those that Python, torch and a remote data source need.
+        environment: Further environment variables to pass to ranks, by name.
     """
 
     gpus: int = key(default=0, low=0, high=64)
@@ -174,8 +172,7 @@ class SiteFile:
             key, relative to `folder`; created by `crossfed enroll`. Empty if there is
             no proxy.
         roster_signer: Public key of the operator of several sites, 64 hexadecimal
-            digits: rosters that it has signed are accepted without a person. Empty if
-            people compare digests.
+            digits: rosters that it has signed are accepted without a person.
         aggregator: Where the aggregator is, and how it proves itself.
         data: The site's data.
         compute: What it trains with.

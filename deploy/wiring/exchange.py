@@ -27,8 +27,7 @@ class ExchangeSpec:
     Attributes:
         url: Store that the aggregator and all sites can reach: `s3://BUCKET/PREFIX`,
             `gs://BUCKET/PREFIX`, or `file://` and an absolute path on a file system
-            that they share. If empty, there is none, and a model above the threshold is
-            an error.
+            that they share. If empty, a model above the threshold is an error.
         endpoint: URL of the bucket's service, if it is not the cloud's own.
         region: Region of an S3 bucket, if the environment names none.
         bucket_owner: Account number that must own the S3 bucket; any by default.

@@ -106,7 +106,7 @@ class DifferentialPrivacySpec:
             divided by `clip_norm`. Default: calibrated to `target_epsilon`.
         max_noise_multiplier: With `unit = "joint"`: largest noise multiplier that a
             site may need; one that states more is refused. Default: what one expected
-            batch of records would need.
+            batch needs.
         reserve_rounds: Extra rounds that the privacy budget covers, since lost and
             interrupted rounds are charged too.
         colluding_sites: With `unit = "joint"` or `"site"`: number of sites whose noise
