@@ -120,12 +120,16 @@ _DEPLOYMENT_FILE = (
 )
 _EVERY_EVENT = (
     "Every event has `at`, when it happened. Events of a round have `round_index`, the "
-    "number of the round, from 1. The lists below have these only if they mean more."
+    "number of the round, from 1; those about a site's answer have `bytes_down` and "
+    "`bytes_up`, the bytes sent to the site and received from it. The lists below have "
+    "these only if they mean more."
 )
 _EXPLAINED = {
     ("at", "When."),
     ("round_index", "1 for the first."),
     ("round_index", "Number of the round, from 1."),
+    ("bytes_down", "Bytes sent to the site for this task."),
+    ("bytes_up", "Bytes received from the site."),
 }
 _WIRE_PARTS = (
     "[Events](events.md#parts-of-events) describe `MetricSums`, `Phase` and "
