@@ -486,7 +486,7 @@ def _errors() -> Iterator[str]:
 
 def _branch(kind: type[Exception], level: int) -> Iterator[str]:
     """An error and, indented, those that are kinds of it."""
-    yield f"{'  ' * level}- `{kind.__name__}`: {_markdown(_summary(kind))}"
+    yield f"{'    ' * level}- `{kind.__name__}`: {_markdown(_summary(kind))}"
     for member in vars(errors).values():
         if isinstance(member, type) and kind in member.__bases__:
             yield from _branch(member, level + 1)
