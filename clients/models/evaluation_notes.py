@@ -31,7 +31,7 @@ PROBABILITIES = (
     "returns probabilities, but classification needs logits: remove the softmax at its "
     "end"
 )
-
+_FEW = 16  # Records that show it.
 
 SIGMOID = (
     "returns probabilities, but the task needs logits: remove the sigmoid at its end"
@@ -106,7 +106,8 @@ class EvaluationNotes:
             return
         if PROBABILITIES in self.noted:
             return
-        if are_probabilities(logits_of(model, inputs)):
+        few = inputs[:_FEW] if isinstance(inputs, torch.Tensor) else inputs
+        if are_probabilities(logits_of(model, few)):
             self.noted.add(PROBABILITIES)
             _LOG.warning("model.factory: %s", PROBABILITIES)
 

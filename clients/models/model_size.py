@@ -24,6 +24,11 @@ class LimitedSize(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._max, self._made = max_values, 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have torch not wrap the method below, which imports its compiler."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from clients.models import lazy_compiler
+from clients.models.model_size import LimitedSize
 
 
 def unreachable(*_: Any, **__: Any) -> NoReturn:
@@ -44,6 +45,14 @@ def _inner(kind: type[torch.optim.Optimizer]) -> Any:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
+
+
+def test_a_limit_on_size_imports_no_compiler(monkeypatch: pytest.MonkeyPatch):
+    """A site's agent builds every model below one."""
+    leave_out_compiler(monkeypatch)
+    with LimitedSize(100):
+        torch.nn.Linear(2, 2)
+    assert lazy_compiler._COMPILER not in sys.modules
 
 
 def test_gradient_mode_is_that_of_the_optimiser(monkeypatch: pytest.MonkeyPatch):
