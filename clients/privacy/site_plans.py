@@ -41,7 +41,7 @@ from clients.training.private_steps import (
     sampling_rate,
 )
 from clients.training.trainer import TorchTrainer
-from federation.errors import JobError, PrivacyError
+from federation.errors import JobError, PrivacyError, SiteError
 from federation.events import PrivacyPlanned, SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
@@ -371,6 +371,8 @@ class PrivateSites:
         if name not in self._statistics:
             job, keeping = self.federation.job, self.keeping(name)
             remembered = _remembered_statistics(job, self.run_id, keeping)
+            if evaluates_only(job):
+                _check_released(name, remembered)
             if remembered is None or not isinstance(ledger, RememberedLedger):
                 ledger.charge(event, round_index=standardise.ROUND)
                 self._statistics[name] = make()
@@ -527,6 +529,22 @@ def _remembered_statistics(
         run_id=run_id,
         of_persons=job.privacy.differential_privacy.of_persons,
     )
+
+
+def _check_released(name: SiteId, remembered: StatisticsMemory | None) -> None:
+    """Refuse to standardise by others than a run of training has released.
+
+    Raises:
+        SiteError: The site remembers none.
+    """
+    if remembered is None or not remembered.of_another_run():
+        raise SiteError(
+            f"site {name!r} remembers no statistics that a run of training released "
+            "with these options (privacy.differential_privacy.standardise) on this "
+            "dataset, so it cannot prepare records as the model knows them. Give the "
+            "options of that run and its data; in a simulation, write the evaluation "
+            "beside it (--out)"
+        )
 
 
 def _check_rounds(folder: Path, run_id: RunId) -> None:

@@ -28,11 +28,16 @@ def load_job(options: argparse.Namespace) -> "JobSpec":
         overrides.append(f"seed={options.seed}")
     if getattr(options, "extend", None) is not None:
         overrides.append(f"rounds={options.extend}")
-    job = job_file.load(options.job, overrides, evaluated=_evaluated(options))
+    model = _evaluated(options)
+    job = job_file.load(options.job, overrides, evaluated=model)
     if job.training.standardise:
         from deploy.wiring.statistics_moments import with_moments  # noqa: PLC0415 -- keeps `--help` fast
 
         job = with_moments(job)
+    if model and "://" not in model:
+        from deploy.wiring.statistics_moments import check_alike  # noqa: PLC0415 -- as above
+
+        check_alike(job, model)
     if job.model.weights is None:
         return job
     from clients.models.starting_weights import pinned  # noqa: PLC0415 -- imports torch

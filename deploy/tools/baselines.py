@@ -120,7 +120,9 @@ def _check(job: JobSpec) -> None:
     if lacking := wiring.without_data(job):
         raise JobError(
             f"site {lacking[0]!r} has no data here: baselines pool all data, so they "
-            "are for simulations",
+            "are for simulations. At deployed sites, each can train alone with "
+            "crossfed simulate on its machine, and crossfed run --evaluate compares "
+            "models that their operators give away",
             key="data",
         )
     wiring.check_sites_are_here(job)

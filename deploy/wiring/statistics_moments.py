@@ -1,10 +1,12 @@
 """Training jobs that use what a run of statistics has found."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from federation.errors import JobError
 from federation.job.spec import JobSpec
 from monitoring.runs.find import LOCAL_ROOT, find_run
+from monitoring.runs.run_folder import RunFolder
 
 _PREFIX = "stats:"
 _KEY = "training.standardise"
@@ -39,3 +41,36 @@ def with_moments(job: JobSpec) -> JobSpec:
         moments={n: (float(m or 0), float(d or 0)) for n, (m, d) in moments.items()},
     )
     return replace(job, training=training)
+
+
+def check_alike(job: JobSpec, model: str) -> None:
+    """Refuse to evaluate a run's model on records that it was not trained on alike.
+
+    Args:
+        job: The evaluation's.
+        model: The folder of the run; a file or a URL says nothing of its training.
+
+    Raises:
+        JobError: Records are standardised in another way than in that run.
+        RunNotFound: The run's job cannot be read.
+    """
+    run = RunFolder(Path(model))
+    if not run.job.is_file():
+        return
+    trained = run.read_spec()
+    here, there = (each.privacy.differential_privacy for each in (job, trained))
+    differs = {
+        _KEY: job.training.moments != trained.training.moments,
+        "privacy.differential_privacy.standardise": (
+            here.standardise != there.standardise
+        ),
+    }
+    for key, does in differs.items():
+        if does:
+            raise JobError(
+                f"is not as in the run that trained the model, {run.path}, so the "
+                "model would be evaluated on other numbers than it knows: take it from "
+                f"that run's job.toml, or, if records need no such step now, name "
+                f"{run.model} instead of the run",
+                key=key,
+            )

@@ -63,7 +63,6 @@ def check_evaluation(job: JobSpec) -> list[JobError]:
     """Refuse a job without rounds that could not evaluate its model."""
     if not evaluates_only(job):
         return []
-    private = job.privacy.differential_privacy
     rules = {
         "model.weights: is missing: with rounds = 0 a run evaluates this model, and "
         "trains none. Name one, or use crossfed evaluate MODEL JOB": (
@@ -72,11 +71,9 @@ def check_evaluation(job: JobSpec) -> list[JobError]:
         "evaluation.every: is 0: with rounds = 0 a run only evaluates. Set it to 1": (
             job.evaluation.every == 0
         ),
-        "model.personal: no file holds the parts that each site keeps for itself, so "
-        "the model cannot be evaluated alone: remove this key to evaluate the shared "
-        "parts with the factory's values of the others": bool(job.model.personal),
-        "privacy.differential_privacy.standardise: the statistics that the model was "
-        "trained with are not in its file: remove this key, and evaluate on data that "
-        "is standardised already": private.standardise is not None,
+        "model.personal: no file holds the parts that each site keeps for itself. The "
+        "run that trained them has evaluated each site's own model after its last "
+        "round. With model.personal=[] a run evaluates one whole model at all sites: "
+        "one of `crossfed site model`": bool(job.model.personal),
     }
     return broken(rules)

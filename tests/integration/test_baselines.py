@@ -91,8 +91,9 @@ def test_every_row_of_a_private_job_keeps_the_same_promise():
 
 
 def test_what_has_no_baselines_is_refused():
-    with pytest.raises(JobError, match="for simulations"):
+    with pytest.raises(JobError, match=r"for simulations.*run --evaluate") as caught:
         found(dataclasses.replace(job_of(2), data=None))
+    assert caught.value.key == "data"
     with pytest.raises(JobError) as caught:
         found(dataclasses.replace(job_of(2), rounds=0))
     assert caught.value.key == "rounds"

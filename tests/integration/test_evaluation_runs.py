@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from safetensors.numpy import load_file, save_file
 from support.small_jobs import blobs, small_job
@@ -225,3 +226,28 @@ def test_a_loss_that_is_not_finite_names_its_sites(model: Path, tmp_path: Path):
     save_file(wild, tmp_path / "model.safetensors")
     done = simulate(evaluation_job(tmp_path))
     assert "not finite at site-0, site-1, site-2" in "\n".join(outcome.lines(done.view))
+
+
+def test_records_are_standardised_as_in_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A run says how its model knows them; a file of it says nothing."""
+    job = training_job()
+    moments = {str(at): (0.5, 2.0) for at in range(4)}
+    scaled = dataclasses.replace(job.training, standardise="stats:a", moments=moments)
+    run = tmp_path / "run"
+    simulate(dataclasses.replace(job, training=scaled), folder=run)
+    plain, file = tmp_path / "plain.toml", run / "model.safetensors"
+    plain.write_text(tomli_w.dumps(job_file.document(job)))
+    outputs = (str(tmp_path / f"out-{at}") for at in range(3))
+    losses = []
+    for model, of in ((run, run / "job.toml"), (file, plain)):
+        words = ["evaluate", str(model), str(of), "--out", next(outputs), "--json"]
+        assert cli.main([*words, "--no-report"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["final"]["loss"])
+    final = RunFolder(run).view().last_evaluated
+    assert final is not None
+    assert losses[0] == final.pooled.loss_sum / final.pooled.count
+    assert losses[1] != pytest.approx(losses[0], rel=1e-3)
+    assert cli.main(["evaluate", str(run), str(plain), "--out", next(outputs)]) == 2
+    assert "training.standardise: is not as" in capsys.readouterr().err

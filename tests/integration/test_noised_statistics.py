@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from clients.models.model_pool import ModelPool
+from clients.models.starting_weights import pinned
 from clients.privacy import standardise
 from clients.privacy.ledger_memory import LifetimeBudget, lifetime
 from clients.privacy.site_memory import FileMemory
@@ -27,9 +29,11 @@ from deploy.tools import ledger_recovery
 from deploy.wiring import parts as wiring
 from deploy.wiring.job_data import load_data
 from federation.clock import SystemClock
+from federation.errors import SiteError
 from federation.ids import RunId, SiteId
 from federation.job import job_file
-from federation.job.spec import JobSpec
+from federation.job.evaluation_job import make_evaluation
+from federation.job.spec import EvaluationSpec, JobSpec
 from privacy.dp import accountant
 from privacy.dp.ledger.ledger_files import HEAD_NAME, LEDGER_NAME, read_file
 from privacy.dp.ledger.ledger_format import Charge
@@ -218,3 +222,57 @@ def test_deployed_site_that_restarts_is_not_charged_again(
     assert len(found) == 1
     (entry,) = FileMemory(folder / "memory").read(standardise.DOCUMENT).values()
     assert entry["run_id"] == run
+
+
+def evaluated_job(model: Path, **private: Any) -> JobSpec:
+    """The job of ``crossfed evaluate MODEL JOB``."""
+    document = job_file.document(evaluating(**private))
+    make_evaluation(document, str(model))
+    return pinned(job_file.parse(document), Path())
+
+
+def evaluating(**private: Any) -> JobSpec:
+    return replace(
+        private_job(held_out="public", **private), evaluation=EvaluationSpec(every=1)
+    )
+
+
+def test_an_evaluation_takes_the_statistics_of_training(tmp_path: Path):
+    """The records are those that the model knows; nothing is released again."""
+    trained = simulate(evaluating(), folder=tmp_path / "trained")
+    memories = [FileMemory(tmp_path / ".memory" / site) for site in SITES]
+    before = [memory.read(standardise.DOCUMENT) for memory in memories]
+    spent = [remembered(tmp_path / ".memory", site, evaluating()) for site in SITES]
+    job = evaluated_job(tmp_path / "trained")
+    found = simulate(job, folder=tmp_path / "evaluated").summary()["final"]
+    assert found == {**trained.summary()["final"], "round": 0}
+    assert [memory.read(standardise.DOCUMENT) for memory in memories] == before
+    after = [remembered(tmp_path / ".memory", site, job) for site in SITES]
+    assert [each.epsilon for each in after] == [each.epsilon for each in spent]
+    for site in SITES:
+        assert len(of_statistics(tmp_path / "evaluated", site)) == 1
+    other = {"standardise": {**BOUNDS, "high": [6.0]}}
+    for made, folder in (
+        (job, tmp_path / "elsewhere" / "run"),
+        (evaluated_job(tmp_path / "trained", **other), tmp_path / "other"),
+    ):
+        with pytest.raises(SiteError, match=r"site-0.*remembers no statistics"):
+            simulate(made, folder=folder)
+
+
+def test_a_deployed_site_evaluates_only_with_statistics_of_training(
+    members: Consortium, tmp_path: Path
+):
+    own = {"source": "support.small_jobs:blobs", "name": "own"}
+    policy = {**OPEN_POLICY, "total_epsilon": 20.0}
+    site = agents.agent(tmp_path, SITES[0], members, data=own, policy=policy)
+    simulate(evaluating(), folder=tmp_path / "model")
+    evaluates = evaluated_job(tmp_path / "model")
+    answers = []
+    for at, job in enumerate((evaluates, evaluating(), evaluates)):
+        run = RunId(f"20260102-030405-00000{at}")
+        made = agents.proposal(job, run_id=run, nonce="ab" * 16)
+        answers.append(agents.propose(site, members, made).refused)
+    site.close()
+    assert "remembers no statistics" in answers[0]
+    assert answers[1:] == ["", ""]
