@@ -23,7 +23,7 @@ FAST_PARTS := fast-learning fast-sites
 # programs may run, unless TMPDIR says where.
 ROOM := awk '/MemAvailable/ && $$2 > 3e6 { room++ } /shm$$/ && $$4 > 1e6 { room++ } / \/dev\/shm .*noexec/ { room -= 2 } END { exit room < 2 }'
 IN_MEMORY := $(if $(TMPDIR),,$(shell { cat /proc/meminfo /proc/mounts; df -k /dev/shm; } 2>/dev/null | $(ROOM) && echo TMPDIR=/dev/shm))
-QUICK := -m "not slow and not flower and not deploy" --hypothesis-profile quick
+QUICK := -m "not slow and not flower and not deploy"
 FAST := tests/contract tests/unit $(QUICK)
 
 # Where Flower, whose own limits are narrow, is not installed.
@@ -83,8 +83,8 @@ programs: ## Install what tests start (Debian, as root; hadolint and kubernetes-
 test: $(READY) programs ## Run every test but the long ones
 	@$(MAKE) --no-print-directory --keep-going test-fast test-rest
 
-# Properties run again here, with all their examples. Two workers more than two cores
-# have: the slowest tests mostly wait for processes. In the order of tests/conftest.py.
+# Two workers more than two cores have: the slowest tests mostly wait for processes. In
+# the order of tests/conftest.py.
 test-rest: $(READY) ## Run what `make test` runs and `make test-fast` does not
 	$(PYTEST) -m "not long and not fast" -n 4 --dist loadgroup --no-loadscope-reorder
 
@@ -119,7 +119,7 @@ test-browser: $(READY) ## Try the live pages in chromium (installs it: Debian, a
 	@$(MAKE) --no-print-directory $(VENV)-browser/axe.min.js || echo "make: npm failed: tests of accessibility are skipped"
 	$(PYTEST) tests/integration/test_browser.py
 
-test-long: $(READY) ## Run the tests that take many minutes
+test-long: $(READY) ## Run the tests that take minutes, and variants of others
 	$(PYTEST) -m long -n 2 --dist loadgroup
 
 test-properties: $(READY) ## Try every property with six times as many examples

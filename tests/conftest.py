@@ -15,7 +15,7 @@ from typing import Any, Literal
 import _pytest.logging
 import pytest
 from _pytest.unraisableexception import gc_collect_iterations_key
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import settings
 
 # For `make coverage`, before our own modules are imported.
 if "COVERAGE_PROCESS_START" in os.environ:
@@ -43,8 +43,7 @@ os.fsync = _not_flushed
 # The same examples in every run of the same code, whose constants Hypothesis tries too,
 # and no wall clock: a busy machine fails no test.
 every = settings(deadline=None, derandomize=True)
-settings.register_profile("crossfed", every, max_examples=30)
-settings.register_profile("quick", every, max_examples=25)  # For make check.
+settings.register_profile("crossfed", every, max_examples=25)
 settings.register_profile("thorough", every, max_examples=300)  # For the night.
 settings.load_profile("crossfed")
 
@@ -67,7 +66,7 @@ _WITH_FAST_TESTS = {"contract", "unit"}
 _MODULES_MARKS = re.compile(r"^pytestmark = .*?\n\n", re.MULTILINE | re.DOTALL)
 # What a module of unit tests has in its text if one of its tests may not be fast.
 _NOT_FAST = re.compile(
-    r"mark\.(slow|flower|deploy)\b|hypothesis"
+    r"mark\.(slow|flower|deploy)\b"
     rf'|\b({"|".join(_SERVERS)})\b|"({"|".join(_SERVED)})"'
 )
 
@@ -92,9 +91,9 @@ def _folder(path: Path) -> str:
 
 @functools.cache
 def _is_all_fast(path: Path) -> bool:
-    """Whether no test of a module is slow or a property, by the module's text.
+    """Whether no test of a module is slow, by the module's text.
 
-    A test that is neither, in spite of that, fails to be collected by the others.
+    A test that is, in spite of that, fails to be collected by the others.
     """
     is_module = path.name.startswith("test_") and _folder(path) in _WITH_FAST_TESTS
     return is_module and not _NOT_FAST.search(path.read_text("utf-8"))
@@ -125,11 +124,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def _is_fast(item: pytest.Item) -> bool:
-    """Whether `make test-fast` runs all of it; properties get fewer examples there."""
+    """Whether `make test-fast` runs it."""
     others = map(item.get_closest_marker, ("slow", "flower", "deploy"))
-    is_property = is_hypothesis_test(getattr(item, "obj", None))
-    is_here = _folder(item.path) in _WITH_FAST_TESTS
-    return is_here and not (is_property or any(others))
+    return _folder(item.path) in _WITH_FAST_TESTS and not any(others)
 
 
 # Groups and tests of ten seconds and more, in the order of their length: begun last,
@@ -160,7 +157,6 @@ _BEGUN_FIRST = (
     "test_core_alone",
     "huggingface",
     "test_trials_in_processes",
-    "test_it_runs",
     "test_killed_three_times_and_moved_twice",
     "test_a_group_has_one_worker",
 )

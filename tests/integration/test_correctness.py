@@ -286,6 +286,7 @@ def digests_elsewhere(model: str, *threads: int, **environment: str) -> list[str
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_does_not_depend_on_the_environments_threads():
     """The job says how many threads compute; the environment has no say."""
     model = "clients.models:digits_cnn"

@@ -306,7 +306,9 @@ def test_every_party_has_its_copy_of_a_users_file(
 def test_killed_site_is_named_while_the_run_waits_for_it(federation: Deployment):
     """With secure aggregation a new setup waits first, which has no round."""
     earlier, site = federation.num_runs(), SITES[1]
-    process = federation.run(JOBS / "quickstart.toml", "rounds=6", "name=killed")
+    process = federation.run(
+        JOBS / "quickstart.toml", "rounds=6", "name=killed", "training.local_steps=2"
+    )
     wait_for(lambda: federation.num_runs() > earlier, "the run begins")
     wait_for(lambda: federation.rounds() > 0, "a round is finished")
     federation.kill(site)

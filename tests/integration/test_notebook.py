@@ -34,6 +34,7 @@ def test_it_is_kept_without_outputs():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_runs(tmp_path: Path):
     written = tmp_path / "run.ipynb"
     done = subprocess.run(

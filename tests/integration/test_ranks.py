@@ -153,6 +153,7 @@ def test_a_frozen_rank_holds_up_and_spoils_nothing(pool: ModelPool):
 
 
 @pytest.mark.usefixtures("forks")
+@pytest.mark.long
 def test_a_rank_that_stays_frozen_is_given_up(pool: ModelPool):
     """The others wait for their timeout, and new ranks do the round again.
 

@@ -418,6 +418,7 @@ def in_secret(threshold: int = 4, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("threshold", [4, 3])
+@pytest.mark.long
 def test_sums_of_unequal_sites_take_less_time_for_the_same_loss(threshold: int):
     at_the_end = {"rounds": 30, "training": {"local_steps": 16}}
     tables = (at_the_end, FOUR_TIMES, in_secret(threshold))
@@ -499,7 +500,9 @@ def test_resumed_run_of_sums_goes_on_as_fast(tmp_path: Path):
     assert len(of(SiteAnswered, [*first, *second])) == 48
 
 
-@pytest.mark.parametrize("kind", ["crash", "silent"])
+@pytest.mark.parametrize(
+    "kind", ["crash", pytest.param("silent", marks=pytest.mark.long)]
+)
 def test_most_of_the_possible_steps_count_although_a_site_fails(kind: str):
     """One of four sites of 1:1:2:4 in a fifth of its rounds; goodput of 88 %."""
     rates = dict(zip(SITES, (20.0, 20.0, 40.0, 80.0), strict=True))

@@ -96,6 +96,7 @@ def test_engine_that_cannot_start_is_an_error_of_ours(
 
 @pytest.mark.flower
 @pytest.mark.slow
+@pytest.mark.long
 def test_ray_of_the_caller_is_left_alone():
     """A notebook may have one; it is neither used nor ended."""
     import_flower()

@@ -99,7 +99,9 @@ def test_the_oldest_begins_and_the_next_waits_for_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_runs", [1, 2, 3])
+@pytest.mark.parametrize(
+    "max_runs", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))]
+)
 def test_shares_are_those_of_the_weights(max_runs: int):
     """Within a tenth, for owners that always have runs to do, of any length."""
     weights = {"ann": 1.0, "bob": 2.0, "cyd": 3.0, "dan": 2.0}

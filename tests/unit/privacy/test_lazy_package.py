@@ -115,6 +115,7 @@ def test_a_package_that_is_not_there_is_not_made():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_private_training_imports_few_parts_of_opacus():
     """Without statistics, symbols and the compiler; a user's import has everything."""
     command = [sys.executable, "-c", CHEAP]
