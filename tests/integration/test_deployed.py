@@ -213,6 +213,7 @@ LEVELS = (
 )
 
 
+@pytest.mark.long
 def test_few_levels_take_the_bytes_of_a_simulation(federation: Deployment):
     """Both ways, so sites take the server's steps themselves after the first round.
 

@@ -19,6 +19,7 @@ SHORT = "--set rounds=1 --set training.local_steps=2"
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_make_demo_leads_to_a_report(tmp_path: Path):
     """With what is installed here, and few steps."""
     (tmp_path / "jobs").mkdir()

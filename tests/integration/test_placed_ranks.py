@@ -290,6 +290,7 @@ def test_compiled_ranks_are_like_one(
     assert len(set(kernels.rglob("*.py")) - before) >= 2
 
 
+@pytest.mark.long
 def test_without_a_compiler_ranks_train_all_the_same(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):

@@ -112,7 +112,9 @@ def federation(tmp_path: Path) -> Iterator[Federation]:
         agent.close()
 
 
-@pytest.mark.parametrize("kind", JOB_CHANGES)
+@pytest.mark.parametrize(
+    "kind", ["plain", pytest.param("secure", marks=pytest.mark.long), "private"]
+)
 def test_run_loses_messages_and_no_round(federation: Federation, kind: str):
     """A quarter of all, in both directions: no site works twice, or pays twice.
 

@@ -337,7 +337,13 @@ CHANGES: Mapping[str, Change | str] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * name.endswith(", minibatches"))
+        for name in CASES
+    ],
+)
 def test_a_site_that_is_steered_computes_what_it_would_or_opens_no_sum(name: str):
     """Else the difference of two sums would be its update alone."""
     plan = [each for change in CHANGES.values() for each in (change, None, change)]

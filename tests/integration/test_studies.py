@@ -170,6 +170,7 @@ def test_a_finished_row_is_not_run_again(
     assert all(row["loss"] != best[row["row"]]["loss"] for row in seeds)
 
 
+@pytest.mark.long
 def test_study_of_unequal_sites_compares_equal_work(server: ForkServer, tmp_path: Path):
     script = REPOSITORY / "studies" / "unequal_sites" / "study.py"
     words = ["--seeds", "1", "--rounds", "2", "--most", "4"]
@@ -188,6 +189,7 @@ def test_study_of_unequal_sites_compares_equal_work(server: ForkServer, tmp_path
     assert len([*(tmp_path / "docs/images").iterdir()]) == 2
 
 
+@pytest.mark.long
 def test_study_of_buffers_shows_that_groups_by_speed_take_less_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
