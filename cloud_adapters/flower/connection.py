@@ -89,8 +89,11 @@ class Connection:
         self.calls.call(fetch_missing)
 
     def confirm(self, envelope: Envelope) -> None:
-        """Let Flower forget the content: it has been received, or is not needed."""
-        if KEEPS_CONTENT:
+        """Let Flower forget the content: it has been received, or is not needed.
+
+        A whole message has none of its own: ``gate`` forgets it.
+        """
+        if KEEPS_CONTENT and not envelope.is_whole:
             self._confirm(envelope)
 
     def _confirm(self, envelope: Envelope) -> None:

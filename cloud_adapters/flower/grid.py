@@ -226,6 +226,7 @@ class FlowerGrid:
                 self._push(batch)
             # Before the look for answers: one that leaves answers first.
             self._look_late()
+            looked = self._clock.monotonic()
             silent = self._presence.silent({*self._nodes.values()})
             ready = deque(self._pull_all())
             for batch in self._batches:
@@ -242,7 +243,9 @@ class FlowerGrid:
             if not self._batches:
                 return ready
             now = self._clock.monotonic()
-            self._pause(self._delivery.pause_seconds(now - begin, end - now))
+            # Our SuperLink holds a look back until there is an answer.
+            pause = self._delivery.pause_seconds(now - begin, end - now)
+            self._pause(max(0.0, pause - (now - looked)))
 
     def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
         """Close tasks, without a message to sites."""

@@ -307,6 +307,7 @@ class FlowerNode:
         """Receive envelopes, also while the main thread works on a message."""
         last = self.clock.monotonic()
         while not ended.is_set():
+            begin = self.clock.monotonic()
             try:
                 is_free = letters.qsize() < MAX_WAITING and not self.is_replaced()
                 if is_free and self._sort(connection, letters):
@@ -319,8 +320,10 @@ class FlowerNode:
             except Exception as error:  # noqa: BLE001 -- of many kinds, none ours
                 self._drop(error)
             self._free.wait(BUSY_POLL_SECONDS)  # Until the main thread is free.
-            idle = self.clock.monotonic() - max(last, self._sent_at)
-            ended.wait(poll_seconds(idle))
+            now = self.clock.monotonic()
+            # Our SuperLink holds a look back until there is a message.
+            pause = poll_seconds(now - max(last, self._sent_at)) - (now - begin)
+            ended.wait(max(0.0, pause))
 
     def _sort(
         self, connection: Connection, letters: queue.Queue[Envelope | Exception]

@@ -14,6 +14,7 @@ operator, who must be able to revoke a site.
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ WAL_BYTES = 32 << 20
 
 # Not 403, by which a site knows that the proxy does not let it in.
 _CONFLICT, _TOO_LARGE, _UNAVAILABLE, _NO_ROOM = 409, 413, 503, 507
+
+_TURN = threading.Lock()
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS crossfed_answers (
@@ -105,8 +108,23 @@ def install(limits: Limits, database: Path) -> None:
     for name, guard in (
         ("push_messages", gate.messages(fleet_handlers.push_messages)),
         ("push_object", gate.object(fleet_handlers.push_object)),
+        ("pull_messages", fleet_handlers.pull_messages),
+        ("send_node_heartbeat", fleet_handlers.send_node_heartbeat),
     ):
-        setattr(fleet_handlers, name, guard)
+        setattr(fleet_handlers, name, _in_turn(guard))
+
+
+def _in_turn(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Let sites write one after the other, and each in one transaction.
+
+    SQLite has those that it keeps waiting sleep, for up to 0.1 s at a time.
+    """
+
+    def run(request: Any, state: Any, **more: Any) -> Any:
+        with _TURN, state.session():
+            return handler(request, state, **more)
+
+    return run
 
 
 def _bound_wal(connection: Any, _record: Any) -> None:
@@ -339,6 +357,8 @@ def _tidy(session: Session, state: LinkState, node_id: int) -> None:
             state.object_store.delete(message)
         elif not is_collected:
             state.cancel_messages(message_ids=[message])
+        else:
+            state.object_store.delete(question)  # A whole one is not confirmed.
         for statement in (
             *_EMPTIED,
             "DELETE FROM crossfed_answers WHERE message_id = :message",

@@ -1,26 +1,31 @@
-"""Answer a look for messages from memory while it would find what the last one found.
+"""Answer a look for messages when there is one, and not from the database before.
 
-A look is one poll: sites poll for messages, and a run for answers, up to ten times a
-second each. Flower answers every look from its database, in a transaction that writes,
-and behind eight middlewares: 5 ms of processor time. Most looks find nothing.
+A look is one poll: sites poll for messages, and a run for answers. Flower answers every
+look from its database, in a transaction that writes, and behind eight middlewares: 5 ms
+of processor time. Most looks find nothing.
 
 ``PollCache`` keeps such an answer until a request arrives that may change it, and for
-a few seconds at most. It answers no one whom Flower would refuse: a site's signature is
-checked here as Flower checks it, and a run is answered only if it repeats the same
-request, byte for byte, with its token.
+a few seconds at most. Meanwhile it holds looks back, for a while each: a message is
+noticed as soon as it is there, and by few looks. It answers no one whom Flower would
+refuse: a site's signature is checked here as Flower checks it, and a run is answered
+only if it repeats the same request, byte for byte, with its token.
 """
 
+import asyncio
 import datetime as dt
 import hashlib
 import time
 from base64 import b64decode
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.middleware import Middleware
 
+from cloud_adapters.flower.private.bundle import DecodeError
 from cloud_adapters.flower.private.http import extensions
+from cloud_adapters.flower.private.node import PullMessagesRequest
+from cloud_adapters.flower.private.runtime import PushAppMessagesRequest
 from cloud_adapters.flower.private.superlink import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
     FLEET_HTTP_SIGNATURE_HEADER,
@@ -39,7 +44,15 @@ Message = MutableMapping[str, Any]
 MAX_BYTES = 64 << 10
 # Answers of one kind of look; with one more, all are forgotten.
 MAX_KEPT = 4096
+# Larger tasks are not read to see whose they are.
+MAX_TASK_BYTES = 4 << 20
+# How long looks of sites and runs are held back. A site that ends, and a run whose
+# grace is over, notice it as much later.
+SITE_HOLD_SECONDS, RUN_HOLD_SECONDS = 1.0, 0.2
+# Answers that come together are found by one look.
+SETTLE_SECONDS = 0.02
 _OK = 200
+_TASKS = "/v1/runtime/push-messages"
 
 # These requests change the answer to no look. After a heartbeat a node may be online
 # again, which a run sees when the kept answer expires, a second later.
@@ -59,23 +72,32 @@ _READS = frozenset(
         "/v1/runtime/send-task-heartbeat",
     }
 )
-# These add or remove answers for a run; no look of a site depends on them.
-_OF_ANSWERS = frozenset(
+# These remove messages that were found, or add answers for a run: no look of a site
+# depends on them.
+_CONFIRMS = frozenset(
     {
         "/v1/fleet/confirm-message-received",
-        "/v1/fleet/push-messages",
-        "/v1/fleet/push-object",
         "/v1/runtime/confirm-message-received",
     }
 )
+_OF_ANSWERS = _CONFIRMS | {"/v1/fleet/push-messages", "/v1/fleet/push-object"}
 
 
 @dataclass(frozen=True, slots=True)
 class _LookAnswer:
-    """An answer: what was sent, and the reading of the clock until which it holds."""
+    """An answer.
+
+    Attributes:
+        parts: What was sent.
+        until: The reading of the clock until which it holds.
+        node: The site that looks; 0 if that is not known.
+        changed: Set once it no longer holds.
+    """
 
     parts: tuple[Message, ...]
     until: float
+    node: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(kw_only=True)
@@ -85,6 +107,8 @@ class _LookKind:
     Attributes:
         seconds: How long an answer is kept at most.
         unchanged_by: Requests after which an answer still holds.
+        hold: How long a look that finds nothing is held back, in seconds.
+        settle: After a change, the seconds until it looks again.
         is_signed: Whether each request has a new signature of a site.
         may_have_content: Whether an answer with content is kept; those with messages
             are not, since Flower gives them once.
@@ -94,19 +118,37 @@ class _LookKind:
 
     seconds: float
     unchanged_by: frozenset[str]
+    hold: float = 0.0
+    settle: float = 0.0
     is_signed: bool = False
     may_have_content: bool = False
     kept: dict[bytes, _LookAnswer] = field(default_factory=dict)
     num_changes: int = 0
 
+    def forget(self, nodes: Collection[int] | None = None) -> None:
+        """Forget answers: to some sites, or all."""
+        for key, answer in [*self.kept.items()]:
+            if nodes is None or not answer.node or answer.node in nodes:
+                del self.kept[key]
+                answer.changed.set()
+        self.num_changes += 1
 
-def _kinds() -> dict[str, _LookKind]:
+
+def _kinds(site_hold: float, run_hold: float) -> dict[str, _LookKind]:
     return {
         "/v1/fleet/pull-messages": _LookKind(
-            seconds=5.0, unchanged_by=_OF_ANSWERS, is_signed=True
+            seconds=5.0,
+            unchanged_by=_OF_ANSWERS,
+            hold=site_hold,
+            is_signed=True,
         ),
         # That a node has been silent for too long takes no request.
-        "/v1/runtime/pull-messages": _LookKind(seconds=1.0, unchanged_by=frozenset()),
+        "/v1/runtime/pull-messages": _LookKind(
+            seconds=1.0,
+            unchanged_by=_CONFIRMS,
+            hold=run_hold,
+            settle=SETTLE_SECONDS,
+        ),
         "/v1/runtime/get-nodes": _LookKind(
             seconds=1.0, unchanged_by=_OF_ANSWERS, may_have_content=True
         ),
@@ -117,17 +159,24 @@ class PollCache:
     """Answers looks for messages; an ASGI application."""
 
     def __init__(
-        self, app: App, *, monotonic: Callable[[], float] = time.monotonic
+        self,
+        app: App,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        site_hold: float = SITE_HOLD_SECONDS,
+        run_hold: float = RUN_HOLD_SECONDS,
     ) -> None:
         """Keep nothing yet.
 
         Args:
             app: Answers everything else.
             monotonic: A clock in seconds.
+            site_hold: How long a site's look is held back, in seconds.
+            run_hold: The same for a run's.
         """
         self._app = app
         self._monotonic = monotonic
-        self._kinds = _kinds()
+        self._kinds = _kinds(site_hold, run_hold)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a look from memory, or pass a request on."""
@@ -137,16 +186,18 @@ class PollCache:
         elif path in self._kinds and _length(scope) <= MAX_BYTES:
             await self._look(self._kinds[path], scope, receive, send)
         else:
+            nodes: Collection[int] | None = None
+            if path == _TASKS and _length(scope) <= MAX_TASK_BYTES:
+                body = await _body(receive)
+                if body is None:  # Its sender has gone.
+                    return
+                nodes, receive = _asked(body), _reading(body, receive)
             try:
                 await self._app(scope, receive, send)
             finally:  # Also if it failed, or its sender has gone.
-                self._forget(path)
-
-    def _forget(self, path: str) -> None:
-        for kind in self._kinds.values():
-            if path not in kind.unchanged_by:
-                kind.kept.clear()
-                kind.num_changes += 1
+                for kind in self._kinds.values():
+                    if path not in kind.unchanged_by:
+                        kind.forget(nodes)
 
     async def _look(
         self, kind: _LookKind, scope: Scope, receive: Receive, send: Send
@@ -154,26 +205,65 @@ class PollCache:
         body = await _body(receive)
         if body is None:  # Its sender has gone.
             return
-        key = _key(scope, kind, body)
-        kept = kind.kept.get(key)
-        is_fresh = kept is not None and self._monotonic() < kept.until
-        if kept is not None and is_fresh and (not kind.is_signed or is_signed(scope)):
-            for part in kept.parts:
-                await send(part)
-            return
+        key, end = _key(scope, kind, body), self._monotonic() + kind.hold
+        is_known = not kind.is_signed
+        while True:
+            found = kind.kept.get(key)
+            is_fresh = found is not None and self._monotonic() < found.until
+            is_known |= is_fresh and is_signed(scope)
+            if found is None or not (is_fresh and is_known):
+                # Flower's middleware adds to a scope.
+                found = await self._ask(kind, {**scope}, body, receive)
+                is_known = True  # Or it is refused, which ends the look.
+            left = end - self._monotonic()
+            if left <= 0 or not _is_held(found.parts):
+                break
+            try:
+                await asyncio.wait_for(found.changed.wait(), left)
+            except TimeoutError:
+                break
+            await asyncio.sleep(kind.settle)
+        for part in found.parts:
+            await send(part)
+
+    async def _ask(
+        self, kind: _LookKind, scope: Scope, body: bytes, receive: Receive
+    ) -> _LookAnswer:
+        """Have Flower answer, and keep that if it may be kept."""
         parts: list[Message] = []
 
         async def note(part: Message) -> None:
             parts.append(part)
-            await send(part)
 
         begin, num_changes = self._monotonic(), kind.num_changes
         await self._app(scope, _reading(body, receive), note)
-        # A request that came meanwhile may have changed what the answer should be.
-        if num_changes == kind.num_changes and _may_be_kept(kind, parts):
+        node = _asking(body) if kind.is_signed else 0
+        found = _LookAnswer(tuple(parts), begin + kind.seconds, node)
+        if num_changes != kind.num_changes:
+            # A request that came meanwhile may have changed what it should be.
+            found.changed.set()
+        elif _may_be_kept(kind, parts):
             if len(kind.kept) >= MAX_KEPT:
-                kind.kept.clear()
-            kind.kept[key] = _LookAnswer(tuple(parts), begin + kind.seconds)
+                kind.forget()
+            kind.kept[_key(scope, kind, body)] = found
+        return found
+
+
+def _asking(body: bytes) -> int:
+    """The site that looks for messages; 0 if that cannot be read."""
+    try:
+        return int(PullMessagesRequest.FromString(body).node.node_id)
+    except DecodeError:
+        return 0
+
+
+def _asked(body: bytes) -> Collection[int] | None:
+    """The sites that a run sends tasks to; None if that cannot be read."""
+    try:
+        tasks = PushAppMessagesRequest.FromString(body).messages_list
+    except DecodeError:
+        return None
+    return {task.metadata.dst_node_id for task in tasks}
 
 
 def _length(scope: Scope) -> float:
@@ -216,6 +306,12 @@ def _reading(body: bytes, receive: Receive) -> Receive:
         return unread.pop() if unread else await receive()
 
     return read
+
+
+def _is_held(parts: Sequence[Message]) -> bool:
+    """Whether an answer says that all is well, and nothing more."""
+    is_well = bool(parts) and parts[0].get("status") == _OK
+    return is_well and not any(part.get("body") for part in parts)
 
 
 def _may_be_kept(kind: _LookKind, parts: list[Message]) -> bool:

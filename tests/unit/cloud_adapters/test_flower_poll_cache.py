@@ -22,6 +22,9 @@ from flwr.supercore.primitives.asymmetric import (  # noqa: E402
     sign_message,
 )
 
+from cloud_adapters.flower.private.messages import Message, Node  # noqa: E402
+from cloud_adapters.flower.private.node import PullMessagesRequest  # noqa: E402
+from cloud_adapters.flower.private.runtime import PushAppMessagesRequest  # noqa: E402
 from cloud_adapters.superlink import poll_cache  # noqa: E402
 
 FLEET, RUNTIME = "/v1/fleet/pull-messages", "/v1/runtime/pull-messages"
@@ -40,6 +43,7 @@ class Flower:
         asked: Paths of the requests that have reached it.
         seconds: What the clock of the looks reads.
         meanwhile: Path of a request that comes while it answers the next one.
+        hold: How long looks are held back.
     """
 
     content: bytes = b""
@@ -48,9 +52,16 @@ class Flower:
     seconds: float = 0.0
     meanwhile: str = ""
 
+    hold: float = 0.0
+
     def __post_init__(self) -> None:
         """Put looks before it."""
-        self.cache = poll_cache.PollCache(self, monotonic=lambda: self.seconds)
+        self.cache = poll_cache.PollCache(
+            self,
+            monotonic=lambda: self.seconds,
+            site_hold=self.hold,
+            run_hold=self.hold,
+        )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         assert (await receive())["body"] == scope["body"]
@@ -242,3 +253,85 @@ def test_requests_of_a_site_do_not_fill_the_memory():
         tracemalloc.stop()
     assert len(flower.asked) == 64
     assert held < 8 * poll_cache.MAX_BYTES
+
+
+def look_of(node: int) -> bytes:
+    return PullMessagesRequest(node=Node(node_id=node)).SerializeToString()
+
+
+def tasks_for(*nodes: int) -> bytes:
+    found = PushAppMessagesRequest()
+    for node in nodes:
+        message = Message()
+        message.metadata.dst_node_id = node
+        found.messages_list.append(message)
+    return found.SerializeToString()
+
+
+async def _held(flower: Flower, path: str, body: bytes) -> asyncio.Task[Any]:
+    """A look that Flower has found nothing for."""
+    known = len(flower.asked)
+    look = asyncio.create_task(
+        flower._request(path, body, signed() if path == FLEET else [])
+    )
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(flower.asked) == known + 1 and not look.done()  # noqa: PT018
+    return look
+
+
+@pytest.mark.parametrize(
+    ("path", "change"), [(FLEET, PUSH), (RUNTIME, "/v1/fleet/push-messages")]
+)
+def test_held_look_finds_what_comes(path: str, change: str):
+    async def scene() -> None:
+        flower = Flower(hold=60.0)
+        look = await _held(flower, path, look_of(1))
+        flower.content = b"a message"
+        await flower._request(change, tasks_for(1), [])
+        assert await look == (200, b"a message")
+        assert flower.asked == [path, change, path]
+
+    asyncio.run(scene())
+
+
+def test_tasks_of_others_leave_a_held_look_alone_and_what_is_not_read_may_be_anyones():
+    async def scene() -> None:
+        flower = Flower(hold=60.0)
+        looks = [await _held(flower, FLEET, look_of(node)) for node in (1, 2)]
+        flower.content = b"a message"
+        await flower._request(PUSH, tasks_for(2, 3), [])
+        assert await looks[1] == (200, b"a message")
+        assert not looks[0].done()
+        await flower._request(PUSH, b"\xff", [])
+        assert await looks[0] == (200, b"a message")
+        assert flower.asked.count(FLEET) == 4
+
+    asyncio.run(scene())
+
+
+def test_held_look_of_a_site_that_is_revoked_is_refused():
+    async def scene() -> None:
+        flower = Flower(hold=60.0)
+        look = await _held(flower, FLEET, look_of(1))
+        flower.status = REFUSED
+        await flower._request("/v1/control/unregister-node", b"", [])
+        assert await look == (REFUSED, b"")
+
+    asyncio.run(scene())
+
+
+def test_look_is_held_for_a_while_only():
+    async def scene() -> None:
+        flower = Flower(hold=0.01)
+        for _ in range(2):
+            assert await flower._request(FLEET, look_of(1), signed()) == (200, b"")
+        assert flower.asked == [FLEET]
+
+    asyncio.run(scene())
+
+
+def test_change_during_a_look_is_looked_for_again():
+    flower = Flower(hold=0.01, meanwhile=PUSH)
+    assert flower.request(FLEET, look_of(1), *signed()) == (200, b"")
+    assert flower.asked == [FLEET, PUSH, FLEET]
