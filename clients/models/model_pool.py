@@ -424,7 +424,8 @@ class _Snapshot:
         for attributes, before in self._attributes:
             _refill(attributes, before)
         for container, content in self._contents:
-            _refill(container, content)
+            if container or content:  # Most are for hooks that nobody has.
+                _refill(container, content)
         for tensor, values in self._buffers:
             # Instances may share a constant: it is written to only if it changed.
             if not torch.equal(tensor, values):

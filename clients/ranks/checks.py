@@ -3,7 +3,7 @@
 import torch
 
 from clients.data.datasets import Dataset
-from clients.shards.order import ReadsAhead
+from clients.shards.order import reads_ahead
 from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
@@ -23,7 +23,7 @@ def check_shares(job: JobSpec, site: SiteId, train: Dataset, num_ranks: int) -> 
             "use fewer"
         )
     size = job.training.batch_size
-    if isinstance(train, ReadsAhead) and size % num_ranks:
+    if reads_ahead(train) and size % num_ranks:
         raise JobError(
             f"is {size}: data in shards is read in equal parts by the {num_ranks} "
             f"ranks of site {site!r}, so make it a multiple of that",

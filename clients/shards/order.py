@@ -10,7 +10,7 @@ repeats or loses nothing.
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from clients.data.batches import ALONE, Rank
 from clients.data.datasets import Indices
 
 
-@runtime_checkable
 class ReadsAhead(Protocol):
     """A dataset that prefers its own order, and to know batches in advance."""
 
@@ -36,6 +35,11 @@ class ReadsAhead(Protocol):
     def expect(self, indices: Indices) -> None:
         """Begin to fetch some examples; ``batch`` will ask for them soon."""
         ...
+
+
+def reads_ahead(data: Any) -> TypeGuard[ReadsAhead]:
+    """Whether a dataset is ``ReadsAhead``; each of many sites asks in each round."""
+    return hasattr(data, "examples_ahead")
 
 
 def shard_order(
@@ -111,7 +115,7 @@ def telling_ahead(
         num_batches: How many are passed on; all by default.
     """
     source = iter(batches)
-    if not isinstance(dataset, ReadsAhead):
+    if not reads_ahead(dataset):
         return islice(source, num_batches)
     told: deque[Indices] = deque()
     _tell(dataset, source, told)

@@ -41,7 +41,7 @@ from clients.models.objectives import results_by_record, stays_finite
 from clients.randomness import SECRET_BYTES, Seed, global_generators, torch_seed
 from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
-from clients.shards.order import ReadsAhead, telling_ahead
+from clients.shards.order import reads_ahead, telling_ahead
 from clients.sixteen_bits import note_slow
 from clients.training import subgroups
 from clients.training.interrupted_steps import InterruptedSteps, LostSteps
@@ -684,7 +684,7 @@ class TorchTrainer:
 
     def _indices(self, round_index: int, steps: range) -> Iterator[Indices]:
         """Yield this rank's examples of each batch of a round."""
-        if isinstance(self.train, ReadsAhead):  # Each rank has its own shards.
+        if reads_ahead(self.train):  # Each rank has its own shards.
             return self._walk(round_index, steps, self.peers.rank)
         return map(self.peers.part, self._walk(round_index, steps, ALONE))
 
@@ -694,7 +694,7 @@ class TorchTrainer:
         batch_size = training.batch_size // rank.world_size
         # Data that reads ahead also learns the next round's first batches.
         ahead, shuffle = 0, None
-        if isinstance(data, ReadsAhead):
+        if reads_ahead(data):
             shuffle = data.epoch_order
             if steps.stop < self.job.rounds * self._steps_per_round():
                 ahead = -(-data.examples_ahead // batch_size)

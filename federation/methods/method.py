@@ -176,11 +176,19 @@ class Method:
 
     def is_on(self, job: object) -> bool:
         """Whether a job, a ``federation.job.spec.JobSpec``, uses the method."""
-        return bool(self.places(job))
+        last, found = _LAST.get((self.key, self.on), (None, False))
+        if last is not job:  # Each of thousands of sites asks, in each round.
+            found = bool(self.places(job))
+            _LAST[self.key, self.on] = job, found
+        return found
 
     def places(self, job: object) -> list[str]:
         """Find the keys that switch the method on in a job, as errors name them."""
         return places_of(job, self.key, self.on)
+
+
+# Of each setting the job that was asked about last, and whether it was on there.
+_LAST: dict[tuple[str, tuple[object, ...]], tuple[object, bool]] = {}
 
 
 def places_of(job: object, key: str, values: tuple[object, ...] = ()) -> list[str]:
