@@ -155,6 +155,20 @@ def test_model_follows_from_sums_by_their_size_and_age(weights: str):
         np.testing.assert_allclose(values, found[name], atol=1e-5)
 
 
+@pytest.mark.parametrize("mode", [BUFFERED, {}], ids=["groups", "rounds"])
+def test_surrogate_goes_through_secure_sums_as_training_does(mode: dict[str, Any]):
+    """Its updates are masked and counted; the model is that without masks."""
+    about = {"rounds": 1, "simulation": {"training": "surrogate"}}
+    of_all = {"schedule": {"buffer_size": len(SITES)}} if mode else {}
+    secret, clear = (
+        simulate(small_job(**tables(mode, of_all, about, each)), engine="virtual")
+        for each in ({}, CLEAR)
+    )
+    for name, values in clear.weights.items():
+        assert np.abs(values).max() > 0.1
+        np.testing.assert_allclose(values, secret.weights[name], atol=1e-4)
+
+
 def test_frozen_site_costs_the_other_group_nothing_and_its_sum_counts_when_it_is_back():
     frozen = fault("site-3", "hang", 1, seconds=2.0)
     events = told(BUFFERED, frozen, {"rounds": 14})

@@ -50,21 +50,30 @@ def _unmoved(job: JobSpec, result: RunResult) -> np.ndarray:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("silent", [False, True])
-def test_opened_sum_holds_the_noise_of_all_who_answered(unit: str, silent: bool):  # noqa: FBT001
-    """Whether all must answer, or three of four are enough and one is silent."""
-    faults = [{"kind": "silent", "site": "site-2"}] if silent else []
+@pytest.mark.parametrize("away", ["", "silent", "hang"])
+def test_opened_sum_holds_the_noise_of_all_who_answered(unit: str, away: str):
+    """Whether all must answer, or three of four are enough.
+
+    Then one is silent until the deadline, or later than a grace, in virtual time.
+    """
+    silent, hangs = away != "", away == "hang"
+    faults = [{"kind": away, "site": "site-2"} | ({"seconds": 50.0} if hangs else {})]
+    machines = [
+        {"site": f"site-{i}", "examples_per_second": 100.0} for i in range(4 * hangs)
+    ]
     job = noisy_job(
         unit,
         threshold=3 if silent else None,
         private=FORCED[unit],
         rounds=1,
-        simulation={"faults": faults},
-        schedule={"round_deadline_seconds": 5.0},
+        simulation={"faults": faults if silent else [], "machines": machines},
+        schedule={"round_deadline_seconds": 5.0 if not hangs else 100.0}
+        | ({"grace": 0.5} if hangs else {}),
     )
     found = sum_privacy.plan(wiring.build_federation(job))
     seen: list[Event] = []
-    noise = _unmoved(job, simulate(job, listeners=[seen.append]))
+    engine = "virtual" if hangs else "inproc"
+    noise = _unmoved(job, simulate(job, listeners=[seen.append], engine=engine))
     (finished,) = _of(seen, RoundFinished)
     num_sites = len(finished.answered)
     assert num_sites == (3 if silent else 4)

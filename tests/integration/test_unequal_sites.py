@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import toy
+from support.killed_runs import kill_at
 from support.small_jobs import small_job
 from support.without_report import simulate
 
@@ -39,6 +40,10 @@ BUFFERED = {"schedule": {"mode": "buffered", "buffer_size": 2}}
 
 
 def job_of(*tables: dict[str, Any]) -> JobSpec:
+    return small_job(**tables_of(*tables))
+
+
+def tables_of(*tables: dict[str, Any]) -> dict[str, Any]:
     base: dict[str, Any] = {
         "rounds": 12,
         "model": {
@@ -58,7 +63,7 @@ def job_of(*tables: dict[str, Any]) -> JobSpec:
         base = toy.merged(base, each)
     if "local_epochs" in base["training"]:
         del base["training"]["local_steps"]
-    return small_job(num_sites=len(SITES), **base)
+    return {"num_sites": len(SITES), **base}
 
 
 def told(job: JobSpec, **how: Any) -> list[Event]:
@@ -482,6 +487,34 @@ def test_private_sites_are_charged_for_the_steps_that_they_take(
     if not tables:
         for answer in of(SiteAnswered, events):
             assert answer.num_steps == taken[answer.site][answer.round_index - 1]
+
+
+@pytest.mark.parametrize("moment", [("SiteAnswered", 5), ("CheckpointSaved", 5)])
+@pytest.mark.parametrize("secret", [False, True])
+def test_killed_private_run_pays_for_one_more_round_at_most(
+    secret: bool,  # noqa: FBT001
+    moment: tuple[str, int],
+    tmp_path: Path,
+):
+    """Each round that is charged has the steps that were chosen for it."""
+    most = {"schedule": {"max_local_steps": 12}}
+    more = (in_secret(threshold=3),) if secret else ()
+    tables = tables_of(EIGHT, FOUR_TIMES, PRIVATE, CAPACITY, most, *more)
+    kill_at(tables, tmp_path / "run", *moment, engine="virtual")
+    events = told(small_job(**tables), folder=tmp_path / "run", resume=True)
+    assert of(RunFinished, events)[0].status == "completed"
+    for site in SITES:
+        charges = read_file(tmp_path / "run" / "sites" / site / LEDGER_NAME).charges
+        times = Counter(charge.round_index for charge in charges)
+        assert {*times} == {*range(1, 13)}
+        assert sum(times.values()) <= 13
+        assert charges[-1].epsilon_after <= 50.0
+        for answer in of(SiteAnswered, events) if not secret else ():
+            if answer.site == site:
+                (*_, charge) = (
+                    c for c in charges if c.round_index == answer.round_index
+                )
+                assert charge.event.steps == answer.num_steps
 
 
 def test_resumed_run_of_sums_goes_on_as_fast(tmp_path: Path):

@@ -15,7 +15,13 @@ def kill_in_round_2(job: dict[str, Any], folder: Path) -> None:
     kill_at(job, folder, "CheckpointSaved", 2)
 
 
-def kill_at(job: dict[str, Any], folder: Path, event: str, round_index: int) -> None:
+def kill_at(
+    job: dict[str, Any],
+    folder: Path,
+    event: str,
+    round_index: int,
+    engine: str = "inproc",
+) -> None:
     """Run a small job with these tables until an event of a round."""
     said = folder.parent / f"{folder.name}.log"
     killed = forked.shared().start(
@@ -23,6 +29,7 @@ def kill_at(job: dict[str, Any], folder: Path, event: str, round_index: int) -> 
         str(folder),
         event,
         str(round_index),
+        engine,
         call="support.killed_runs:simulate_and_die",
         out=said,
         err=said,
@@ -37,11 +44,16 @@ def simulate_and_die(arguments: Sequence[str]) -> int:
 
     from deploy.wiring.simulation import simulate  # noqa: PLC0415
 
-    job, folder, name, round_index = arguments
+    job, folder, name, round_index, engine = arguments
 
     def die(event: Any) -> None:
         if type(event).__name__ == name and event.round_index == int(round_index):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    simulate(small_job(**json.loads(job)), folder=Path(folder), listeners=[die])
+    simulate(
+        small_job(**json.loads(job)),
+        folder=Path(folder),
+        listeners=[die],
+        engine=engine,
+    )
     return 0
