@@ -134,7 +134,9 @@ class _LookKind:
         self.num_changes += 1
 
 
-def _kinds(site_hold: float, run_hold: float) -> dict[str, _LookKind]:
+def _kinds(
+    site_hold: float = SITE_HOLD_SECONDS, run_hold: float = RUN_HOLD_SECONDS
+) -> dict[str, _LookKind]:
     return {
         "/v1/fleet/pull-messages": _LookKind(
             seconds=5.0,

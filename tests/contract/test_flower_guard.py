@@ -100,7 +100,7 @@ def test_every_route_but_those_of_sites_wants_a_secret(client: Client):
 def test_looks_know_the_requests_of_flower(client: Client):
     """One that Flower renames would no longer be told from the others."""
     known = poll_cache._READS | poll_cache._OF_ANSWERS
-    known |= poll_cache._kinds().keys()
+    known |= {*poll_cache._kinds(), poll_cache._TASKS}
     assert known <= {path for _, path in routes(client)}
 
 

@@ -157,3 +157,34 @@ def test_site_joins_a_run_that_trains_once_its_policy_allows(
     # As a person extends it, it is the new job's.
     longer = write(tmp_path, "open", [*SITES, NEW], rounds=5000, tables=tables)
     crossfed("run", str(longer), *at, "--resume", code=2)
+
+
+def test_site_joins_a_buffered_run_and_no_update_counts_twice(
+    federation: Deployment, tmp_path: Path
+):
+    """Tasks that are open when it joins, or at a kill, are given up."""
+    tables = '[schedule]\nopen_to = ["aws-*"]\nmode = "buffered"\nbuffer_size = 2'
+    job = write(tmp_path, "stream", [*SITES], rounds=4000, tables=tables)
+    earlier = federation.num_runs()
+    follower = federation.run(job)
+    wait_for(lambda: federation.num_runs() > earlier, "the run begins")
+    wait_for(lambda: bool(federation.events("RunExtended")), "it joins")
+    (event,) = federation.events("RunExtended")
+    assert event["joined"] == [NEW]
+
+    def answers() -> list[dict[str, Any]]:
+        found = federation.events("SiteAnswered")
+        return [answer for answer in found if answer["site"] == NEW]
+
+    wait_for(lambda: len(answers()) > 4, "it takes part")
+    federation.kill_child("coordinator_process")
+    done = len(answers())
+    wait_for(lambda: len(answers()) > done + 4, "it goes on")
+    crossfed("stop", "stream", "--aggregator", federation.config)
+    follower.communicate(timeout=400)
+    found = federation.events("SiteAnswered")
+    began = [(a["site"], a["round_index"] - a["staleness"]) for a in found]
+    models = {e["round_index"] for e in federation.events("RoundFinished")}
+    assert models == {*range(1, max(models) + 1)}
+    # A model that was lost with its coordinator is made once more.
+    assert len(began) - len({*began}) <= 2 * 2
