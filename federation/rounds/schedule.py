@@ -375,8 +375,9 @@ class Dispatcher:
             if task is not None:
                 inbox.append(Arrival(task, more > 0, now()))
                 copies = self._copies.get(task.site, ()) if more > 0 else ()
-                same = [key for key, one in self._open.items() if one.site in copies]
-                self._give_up(same, tally, surplus=True)
+                if copies:  # Else there may be thousands of open tasks to look at.
+                    same = [k for k, one in self._open.items() if one.site in copies]
+                    self._give_up(same, tally, surplus=True)
             if more not in {0, 1}:  # Of a relay's sum all answers count, or none.
                 inbox[:] = [
                     replace(one, counts=tally.is_usable(one.task.site)) for one in inbox

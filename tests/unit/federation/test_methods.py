@@ -320,6 +320,7 @@ def test_privacy_is_refused_unless_somebody_says_why_it_holds(method: Method):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(method_checks, "METHODS", (silent,))
         patch.setattr(Method, "places", lambda *_: ["its.key"])
+        patch.setattr(Method, "is_on", lambda *_: True)
         (fault,) = method_checks.check_methods(job)
     assert fault.key == "its.key"
     assert "promises" in fault.reason
