@@ -212,7 +212,7 @@ class PollCache:
         while True:
             found = kind.kept.get(key)
             is_fresh = found is not None and self._monotonic() < found.until
-            is_known |= is_fresh and is_signed(scope)
+            is_known = is_known or (is_fresh and is_signed(scope))
             if found is None or not (is_fresh and is_known):
                 # Flower's middleware adds to a scope.
                 found = await self._ask(kind, {**scope}, body, receive)

@@ -285,7 +285,7 @@ async def _held(flower: Flower, path: str, body: bytes) -> asyncio.Task[Any]:
 )
 def test_held_look_finds_what_comes(path: str, change: str):
     async def scene() -> None:
-        flower = Flower(hold=60.0)
+        flower = Flower(hold=20.0)
         look = await _held(flower, path, look_of(1))
         flower.content = b"a message"
         await flower._request(change, tasks_for(1), [])
@@ -297,7 +297,7 @@ def test_held_look_finds_what_comes(path: str, change: str):
 
 def test_tasks_of_others_leave_a_held_look_alone_and_what_is_not_read_may_be_anyones():
     async def scene() -> None:
-        flower = Flower(hold=60.0)
+        flower = Flower(hold=20.0)
         looks = [await _held(flower, FLEET, look_of(node)) for node in (1, 2)]
         flower.content = b"a message"
         await flower._request(PUSH, tasks_for(2, 3), [])
@@ -312,7 +312,7 @@ def test_tasks_of_others_leave_a_held_look_alone_and_what_is_not_read_may_be_any
 
 def test_held_look_of_a_site_that_is_revoked_is_refused():
     async def scene() -> None:
-        flower = Flower(hold=60.0)
+        flower = Flower(hold=20.0)
         look = await _held(flower, FLEET, look_of(1))
         flower.status = REFUSED
         await flower._request("/v1/control/unregister-node", b"", [])
