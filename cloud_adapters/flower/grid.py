@@ -368,9 +368,7 @@ class FlowerGrid:
     def _ask_after(self, batch: Batch) -> None:
         """Probe for questions that have been open for long."""
         for question in [*batch.open.values()]:
-            now = self._clock.monotonic()
-            has_left = question.index in batch.left
-            inquiry = None if has_left else question.inquiry
+            now, inquiry = self._clock.monotonic(), question.inquiry
             if inquiry is not None and inquiry.is_due(now):
                 self._probe(batch, question, flower_site.PROBE)
 
@@ -500,6 +498,9 @@ class FlowerGrid:
         if inquiry is None or out.probed_seconds is None:
             return  # A copy came there, of which nothing follows.
         if inquiry.is_missing(word, out.probed_seconds):
+            # An agent may have left and the next one come between two looks of a busy
+            # aggregator, which then sees the next one alone.
+            batch.left.pop(question.index, None)
             self._send(batch, question)
         elif word is Word.ANSWERED and not is_again:
             self._probe(batch, question, flower_site.AGAIN)

@@ -805,6 +805,32 @@ def test_site_that_is_back_in_time_is_asked_again(
     assert 20.0 < clock.now() - before < 25.0
 
 
+def test_site_that_left_and_came_back_unseen_is_asked_again(
+    beating: Beating, clock: VirtualClock
+):
+    """The aggregator was busy meanwhile: it sees the next agent before the farewell."""
+    grid = make_grid(beating, clock, handshake=NamesRead(), asks_again=True)
+    exchange(grid)
+    beating.silent, before, real_sleep = {10, 20}, clock.now(), clock.sleep
+
+    def sleep(seconds: float) -> None:
+        real_sleep(seconds)
+        if clock.now() - before > 2.0 and not beating.let_in:
+            real_sleep(4.0)
+            beating.spoilt, beating.silent = {20: leaving(SITES[0])}, {10}
+            beating.let_in = {20: "again"}
+        elif beating.spoilt:
+            beating.spoilt = {}
+            beating._inboxes.pop(20)  # Another process knows of no question.
+        if clock.now() - before > 30.0:
+            beating.silent = set()
+
+    clock.sleep = sleep
+    replies = exchange(grid, seconds=600.0, round_index=2)
+    assert set(kinds(replies).values()) == {"answered"}
+    assert clock.now() - before < 35.0
+
+
 @pytest.mark.parametrize("asks_again", [True, False])
 def test_nobody_waits_for_a_site_that_left(
     beating: Beating, clock: VirtualClock, *, asks_again: bool
