@@ -58,6 +58,8 @@ TOGETHER_BYTES = 1 << 20
 # An answer stays with Flower for this long after its deadline, so that a late one
 # is seen to be late, and then is deleted.
 LATE_SECONDS = 60.0
+# The least time from an agent's last answer to the next agent of its site.
+NEXT_SECONDS = 0.5
 # Tasks per shared process that are out at the same time: one waits in the process's
 # queue while it works on another.
 QUEUE = 2
@@ -153,6 +155,9 @@ class FlowerGrid:
         self._answers = Answers(delivery.frames)
         # When the node of a site had been let in that was last asked something.
         self._activations: dict[SiteId, str | None] = {}
+        # The last look for answers: when, whether long before this one, who was there.
+        self._pulled, self._was_busy = -math.inf, False
+        self._seen: dict[SiteId, str | None] = {}
         self._tidied: tuple[RunId, int] | None = None
         self._num_sent = 0
         self._batches: list[Batch] = []  # Those with a task that is open.
@@ -201,6 +206,7 @@ class FlowerGrid:
         )
         activations = self._presence.activations()
         self._activations |= {s: activations.get(self._nodes[s]) for s in sites}
+        self._seen |= {site: self._activations[site] for site in sites}
         batch = Batch(
             task_ids=task_ids,
             deadline_seconds=deadline_seconds,
@@ -368,7 +374,9 @@ class FlowerGrid:
     def _ask_after(self, batch: Batch) -> None:
         """Probe for questions that have been open for long."""
         for question in [*batch.open.values()]:
-            now, inquiry = self._clock.monotonic(), question.inquiry
+            now = self._clock.monotonic()
+            has_left = question.index in batch.left
+            inquiry = None if has_left else question.inquiry
             if inquiry is not None and inquiry.is_due(now):
                 self._probe(batch, question, flower_site.PROBE)
 
@@ -387,7 +395,7 @@ class FlowerGrid:
                 continue
             if self.returned([site], question.task.round_index):
                 let_in = self._presence.activations()[self._nodes[site]]
-                self._activations[site] = let_in
+                self._activations[site] = self._seen[site] = let_in
                 del batch.left[index]
                 self._send(batch, question)
 
@@ -431,7 +439,8 @@ class FlowerGrid:
 
     def _pull(self) -> list[Reply]:
         """Receive what has arrived; return the late answers."""
-        late = []
+        late, now = list[Reply](), self._clock.monotonic()
+        self._was_busy = now - self._pulled > NEXT_SECONDS
         owners = {name: batch for batch in self._batches for name in batch.out}
         found = self._api.pull_messages([*owners, *self._late])
         # Words last: one about an answer may have arrived with it.
@@ -442,6 +451,9 @@ class FlowerGrid:
                 self._take_in(batch, batch.out.pop(message_id), message)
             elif message_id in self._late:
                 late += self._take_in_late(self._late.pop(message_id), message)
+        nodes = self._nodes.items()
+        self._pulled = now
+        self._seen = {site: self._presence.let_in(node) for site, node in nodes}
         return late
 
     def _take_in(self, batch: Batch, out: Out, message: Message) -> None:
@@ -477,9 +489,11 @@ class FlowerGrid:
         """If a site leaves, note as which agent, and not as which it was asked.
 
         If its agent was restarted between the two, the site would seem to be back. The
-        last look is older than the answer, so it never shows the agent that comes next.
+        last look shows it; that of a busy aggregator may show the agent that came next.
         """
         let_in = self._presence.let_in(self._nodes[site])
+        if self._was_busy:
+            let_in = self._seen.get(site)
         if _leaves(answer) and let_in is not None:
             self._activations[site] = let_in
 
@@ -498,9 +512,6 @@ class FlowerGrid:
         if inquiry is None or out.probed_seconds is None:
             return  # A copy came there, of which nothing follows.
         if inquiry.is_missing(word, out.probed_seconds):
-            # An agent may have left and the next one come between two looks of a busy
-            # aggregator, which then sees the next one alone.
-            batch.left.pop(question.index, None)
             self._send(batch, question)
         elif word is Word.ANSWERED and not is_again:
             self._probe(batch, question, flower_site.AGAIN)

@@ -805,11 +805,12 @@ def test_site_that_is_back_in_time_is_asked_again(
     assert 20.0 < clock.now() - before < 25.0
 
 
+@pytest.mark.parametrize("asks_again", [True, False])
 def test_site_that_left_and_came_back_unseen_is_asked_again(
-    beating: Beating, clock: VirtualClock
+    beating: Beating, clock: VirtualClock, *, asks_again: bool
 ):
     """The aggregator was busy meanwhile: it sees the next agent before the farewell."""
-    grid = make_grid(beating, clock, handshake=NamesRead(), asks_again=True)
+    grid = make_grid(beating, clock, handshake=NamesRead(), asks_again=asks_again)
     exchange(grid)
     beating.silent, before, real_sleep = {10, 20}, clock.now(), clock.sleep
 
@@ -826,9 +827,13 @@ def test_site_that_left_and_came_back_unseen_is_asked_again(
             beating.silent = set()
 
     clock.sleep = sleep
-    replies = exchange(grid, seconds=600.0, round_index=2)
-    assert set(kinds(replies).values()) == {"answered"}
+    found = kinds(exchange(grid, seconds=600.0, round_index=2))
     assert clock.now() - before < 35.0
+    if asks_again:
+        assert set(found.values()) == {"answered"}
+    else:
+        assert found["one"] == FailureKind.LEAVING
+        assert [*grid.returned([SITES[0]], 3)] == [SITES[0]]
 
 
 @pytest.mark.parametrize("asks_again", [True, False])
