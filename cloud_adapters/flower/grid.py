@@ -48,11 +48,8 @@ from federation.rounds.failures import failure, no_answer
 from federation.wire.relayed import down_frames
 
 POLL_SECONDS = 0.02
-# Over a SuperLink, which works for 10 ms on every look, while sites wait for it.
+# Over a SuperLink, which works for 10 ms on every look that it does not hold back.
 SUPERLINK_POLL_SECONDS = 0.1
-# While no answer comes, the pause grows to this share of the time waited, and at most
-# to so many seconds: an answer is noticed late by a twentieth of what it took.
-POLL_SHARE, MOST_POLL_SECONDS = 0.05, 0.2
 # Tasks go to Flower together, as long as they are not larger than this.
 TOGETHER_BYTES = 1 << 20
 # An answer stays with Flower for this long after its deadline, so that a late one
@@ -84,7 +81,7 @@ class Delivery:
         workers: Processes that the nodes share, as in a simulation: a task's deadline
             then counts from when a process takes it up. None if every node has a
             process of its own: it counts from when the task goes out.
-        poll_seconds: Pause between two looks for replies, at the least.
+        poll_seconds: From one look for replies to the next, at the least.
         asks_again: Whether a site that left in the middle of a task, and is back while
             others still work or the round needs it, is asked once more.
     """
@@ -105,18 +102,6 @@ class Delivery:
     def max_in_flight(self) -> float:
         """Tasks that are out at the same time."""
         return math.inf if self.workers is None else QUEUE * self.workers
-
-    def pause_seconds(self, waited_seconds: float, left_seconds: float) -> float:
-        """Return how long to wait before the next look for replies.
-
-        Args:
-            waited_seconds: For a reply, until now.
-            left_seconds: Until the caller's timeout.
-        """
-        if self.is_simulated:
-            return self.poll_seconds
-        longer = min(POLL_SHARE * waited_seconds, MOST_POLL_SECONDS, left_seconds)
-        return max(longer, self.poll_seconds)
 
 
 class FlowerGrid:
@@ -224,9 +209,9 @@ class FlowerGrid:
         Raises:
             FederationError: Flower has ended.
         """
-        begin, end = self._clock.monotonic(), math.inf
+        end = math.inf
         if timeout_seconds is not None:
-            end = begin + timeout_seconds
+            end = self._clock.monotonic() + timeout_seconds
         while True:
             for batch in self._batches:
                 self._push(batch)
@@ -250,7 +235,7 @@ class FlowerGrid:
                 return ready
             now = self._clock.monotonic()
             # Our SuperLink holds a look back until there is an answer.
-            pause = self._delivery.pause_seconds(now - begin, end - now)
+            pause = min(self._delivery.poll_seconds, end - now)
             self._pause(max(0.0, pause - (now - looked)))
 
     def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:

@@ -65,10 +65,9 @@ from federation.protocols import Clock
 
 # We send them more often, so that the aggregator can tell sooner.
 BEAT_EVERY_SECONDS = 3.0
-# Between looks for a message: a share of the time since the last one came, within
-# these bounds. A SuperLink works for 5 ms on a look that goes to Flower.
-POLL_SHARE = 0.05
-POLL_SECONDS, IDLE_POLL_SECONDS = 0.1, 0.5
+# From one look for a message to the next, at the least: our SuperLink holds a look back
+# until there is one.
+POLL_SECONDS = 0.1
 # While it works, for it is asked what became of the task.
 BUSY_POLL_SECONDS = 1.0
 STOP_POLL_SECONDS = 0.2
@@ -305,13 +304,12 @@ class FlowerNode:
         ended: threading.Event,
     ) -> None:
         """Receive envelopes, also while the main thread works on a message."""
-        last = self.clock.monotonic()
         while not ended.is_set():
             begin = self.clock.monotonic()
             try:
                 is_free = letters.qsize() < MAX_WAITING and not self.is_replaced()
-                if is_free and self._sort(connection, letters):
-                    last = self.clock.monotonic()
+                if is_free:
+                    self._sort(connection, letters)
             except (NodeGone, SiteError) as error:
                 if self._free.is_set():
                     letters.put(error)
@@ -320,22 +318,20 @@ class FlowerNode:
             except Exception as error:  # noqa: BLE001 -- of many kinds, none ours
                 self._drop(error)
             self._free.wait(BUSY_POLL_SECONDS)  # Until the main thread is free.
-            now = self.clock.monotonic()
-            # Our SuperLink holds a look back until there is a message.
-            pause = poll_seconds(now - max(last, self._sent_at)) - (now - begin)
-            ended.wait(max(0.0, pause))
+            looked = self.clock.monotonic() - begin
+            ended.wait(max(0.0, POLL_SECONDS - looked))
 
     def _sort(
         self, connection: Connection, letters: queue.Queue[Envelope | Exception]
-    ) -> bool:
-        """Receive one envelope; return whether there was one.
+    ) -> None:
+        """Receive one envelope, if there is one.
 
         What is replied to immediately is not confirmed: Flower would forget its
         content, which may still be on its way there, and its sender would fail.
         """
         envelope = connection.next()
         if envelope is None:
-            return False
+            return
         reply = flower_site.reply_at_once(envelope.about, self._inbox)
         if reply is None:
             self._free.clear()  # Nothing is looked for while the site begins.
@@ -345,7 +341,6 @@ class FlowerNode:
             # pieces would keep the next task waiting for three round trips.
             is_word = flower_site.read_word(reply.content) is not None
             connection.send(reply, 0.0, whole=is_word)
-        return True
 
     def _forget(self, letters: queue.Queue[Envelope | Exception]) -> None:
         """Drop messages not started; the aggregator probes and resends them."""
@@ -420,15 +415,6 @@ class FlowerNode:
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             reason = outside_of(error)[:500]
             return Message(Error(code=code, reason=reason), reply_to=message)
-
-
-def poll_seconds(idle_seconds: float) -> float:
-    """Return how long to wait before the next look for a message.
-
-    Args:
-        idle_seconds: Since the last message came, or was answered.
-    """
-    return min(max(POLL_SHARE * idle_seconds, POLL_SECONDS), IDLE_POLL_SECONDS)
 
 
 class _Version:

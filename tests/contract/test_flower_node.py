@@ -106,12 +106,6 @@ def _traced() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
-def test_idle_node_looks_rarely_for_messages():
-    """After a share of the time without one: a round is hardly longer for it."""
-    waits = [flower_node.poll_seconds(idle) for idle in (0.0, 1.0, 4.0, 8.0, 3600.0)]
-    assert waits == pytest.approx([0.1, 0.1, 0.2, 0.4, 0.5])
-
-
 def test_app_that_raises_does_not_end_the_node(
     running: Running, caplog: pytest.LogCaptureFixture
 ):

@@ -2,7 +2,6 @@
 
 import importlib.util
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -53,8 +52,6 @@ from cloud_adapters.flower import (  # noqa: E402
     site as flower_site,
 )
 from cloud_adapters.flower.grid import (  # noqa: E402
-    POLL_SECONDS,
-    SUPERLINK_POLL_SECONDS,
     Delivery,
     FlowerGrid,
 )
@@ -987,17 +984,6 @@ def test_small_tasks_go_out_together_and_large_ones_one_by_one(
     monkeypatch.setattr(flower_grid, "TOGETHER_BYTES", 1)
     assert set(kinds(exchange(grid)).values()) == {"answered"}
     assert flower.pushes[begun:] == [3, 1, 1, 1]
-
-
-def test_answer_that_takes_long_is_looked_for_rarely():
-    """After a share of the time without one, and not past the end of the wait."""
-    over_a_superlink = Delivery(poll_seconds=SUPERLINK_POLL_SECONDS)
-    waits = [
-        over_a_superlink.pause_seconds(waited, left)
-        for waited, left in ((0.0, 9.0), (3.0, 9.0), (60.0, math.inf), (60.0, 0.12))
-    ]
-    assert waits == pytest.approx([0.1, 0.15, 0.2, 0.12])
-    assert Delivery(workers=2).pause_seconds(60.0, math.inf) == POLL_SECONDS
 
 
 def test_app_reports_a_site_that_leaves(flower: FakeFlower):
