@@ -166,11 +166,13 @@ def _run(
     except FederationError as error:
         _tidy(run, frames)
         if not goes_on(error):
-            tell_end(deployed.sealed_end())
+            with run.locked():
+                tell_end(deployed.sealed_end())
         raise
     _tidy(run, frames)
     completed = exit_codes.BY_STATUS[result.status] == exit_codes.DONE
-    tell_end(deployed.sealed_end(completed=completed))
+    with run.locked():  # Or the service takes this process for dead meanwhile.
+        tell_end(deployed.sealed_end(completed=completed))
     return result
 
 
