@@ -47,6 +47,7 @@ SHORT = {
     "elasticity": "--rounds 10 --seeds 1",
     "few_levels": "--smoke",
     "group_sums": "--job POISONED --smoke --attacks flip",
+    "live_page": "--rounds 3 --sites 4",
     "muon": "--smoke",
     "noise": "--values 10000 --repetitions 1",
     "objective_overhead": "--smoke",
