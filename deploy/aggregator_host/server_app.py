@@ -166,14 +166,17 @@ def _run(
     except FederationError as error:
         _tidy(run, frames)
         if not goes_on(error):
-            with run.locked():
-                tell_end(deployed.sealed_end())
+            _over(run, tell_end, deployed.sealed_end())
         raise
     _tidy(run, frames)
     completed = exit_codes.BY_STATUS[result.status] == exit_codes.DONE
-    with run.locked():  # Or the service takes this process for dead meanwhile.
-        tell_end(deployed.sealed_end(completed=completed))
+    _over(run, tell_end, deployed.sealed_end(completed=completed))
     return result
+
+
+def _over(run: RunFolder, tell_end: Callable[[bytes], None], end: bytes) -> None:
+    with run.locked():  # Or the service takes this process for dead meanwhile.
+        tell_end(end)
 
 
 def _tell_end(
