@@ -29,8 +29,9 @@ class StatisticsPolicySpec:
             `policy.total_epsilon` hold, too.
         min_count: Fewest of this site's records in a cell of exact statistics. Smaller
             cells are left out, with others, so that they cannot be computed from the
-            rest; so are columns with fewer values. Records without a value in a column
-            are counted exactly. 1 leaves out nothing.
+            rest; so are columns with fewer values, and sums that tell of fewer records.
+            Records without a value in a column are counted exactly. 1 leaves out
+            nothing.
         exact_questions: How many different exact questions it answers about its data,
             over all runs. With differential privacy questions are charged instead.
     """

@@ -18,6 +18,7 @@ from federation.job.adapter_ranks import contributors, fewest_contributors
 from federation.job.metrics import BUILT_IN, TRAINER, is_function
 from federation.job.spec import JobSpec
 from federation.job.statistics_checks import table as table_of
+from federation.job.statistics_table import Table
 from federation.rounds.local_work import bounds, is_by_capacity, leaves_steps_open
 from federation.vectors import Layout
 from federation.wire.frame import MAX_TEXT_CHARS
@@ -28,6 +29,7 @@ from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.arithmetic.noise_shares import NoiseShare
 from privacy.secagg.protocol.of_job import header_slots, relays_of, terms_of_job
 
+_OF_TEXT = re.compile(r"\.(length|has\..+)$")  # Columns that follow from a text.
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z]\w*")
 _UNIT = "privacy.differential_privacy.unit"
 _TARGET = "privacy.differential_privacy.target_epsilon"
@@ -548,6 +550,8 @@ def _statistics_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
             **({"max_epsilon": target} if target > most else {}),
         }
     }
+    if allowed.min_count > 1 and not job.privacy.differential_privacy.enabled:
+        yield from _overlap_faults(asked)
     if hidden:
         names = ", ".join(f"{column.name!r:.80}" for column in hidden)
         demand = "answers nothing about (policy.statistics.columns)"
@@ -558,6 +562,23 @@ def _statistics_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     if target > most:
         demand = f"allows {most:g} for statistics (policy.statistics.max_epsilon)"
         yield _TARGET, f"{demand}, but the job has {target:g}", remedy
+
+
+def _overlap_faults(asked: Table) -> _Faults:
+    """Cells that overlap: their differences are small, however large each is."""
+    cells = dict[str, int]()
+    for column in asked.columns:
+        spec, of = column.spec, _OF_TEXT.sub("", column.name)
+        kinds = (spec.categories, spec.bin_edges, spec.quantiles)
+        cells[of] = cells.get(of, 0) + sum(map(bool, kinds))
+        if cells[of] > 1:
+            demand = (
+                "shows no small cells (policy.statistics.min_count), and those of "
+                f"column {of!r:.80} would overlap: ask for its categories, its "
+                "histogram or its quantiles alone, or use "
+                "privacy.differential_privacy"
+            )
+            yield column.place, demand, {}
 
 
 def _noise_faults(job: JobSpec, policy: PolicySpec) -> _Faults:

@@ -1,6 +1,7 @@
 """Statistics of real processes, whose operators say what they answer."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from support.deployment import Deployment, crossfed_here, deployed, wait_for
 from support.programs import needs
 
 from clients.data import breast_cancer
+from privacy.dp import accountant
+from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,6 +25,7 @@ SITES = ("site-a", "site-b", "site-c")
 POLICY = """
 privacy = "none"
 min_sites = 3
+total_epsilon = 20.0
 statistics = { min_count = 1, columns = ["?"] }
 """
 JOB = """
@@ -84,3 +88,40 @@ def test_sites_answer_one_exact_question_and_say_so(
     _, err = follower.communicate(timeout=400)
     assert follower.returncode != 0
     assert "policy.statistics.columns" in err
+
+
+def test_killed_parties_give_no_noised_answer_without_its_charge(
+    federation: Deployment, tmp_path: Path
+):
+    """Nor a second one of the same round, in which the noise would average out."""
+    job = tmp_path / "job.toml"
+    job.write_text(JOB + "".join(f'[[sites]]\nname = "{s}"\n' for s in SITES))
+    private = "privacy.differential_privacy"
+    asked = {"unit": '"record"', "target_epsilon": 4.0, "delta": 1e-4}
+    asked["reserve_rounds"] = 2
+    settings = [f"{private}.{key}={value}" for key, value in asked.items()]
+    before = federation.num_runs()
+    follower = federation.run(job, 'name="noised"', *settings)
+    wait_for(
+        lambda: federation.num_runs() > before and federation.rounds() >= 1,
+        "the first round is over",
+    )
+    federation.kill("site-a")
+    federation.kill_child("coordinator_process")
+    federation.start_site("site-a")
+    out, err = follower.communicate(timeout=400)
+    assert follower.returncode == 0, err
+    run = json.loads(out)["run_id"]
+    for site in SITES:
+        (path,) = (federation.folder / site / "runs" / run).rglob(LEDGER_NAME)
+        charges = read_file(path).charges
+        charged = [charge.round_index for charge in charges]
+        log = (federation.folder / f"{site}.log").read_text()
+        found = re.findall(rf"run {run}: answers statistics in round (\d+)", log)
+        answered = [*map(int, found)]
+        assert len({*charged}) == len(charged)
+        assert len({*answered}) == len(answered) >= 2
+        assert {*answered} <= {*charged}
+        spent = accountant.epsilon([charge.event for charge in charges], 1e-4)
+        assert charges[-1].epsilon_after == pytest.approx(spent, rel=1e-6)
+        assert spent <= 4.0

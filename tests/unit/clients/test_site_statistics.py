@@ -207,7 +207,7 @@ def hidden(least: int = 10, **columns: Any) -> dict[str, list[int]]:
     part_of = asked({**AGE, "bins": 5}, {**SEX, "categories": ["0", "1"]})
     data = read(part_of, rows(**columns), SITE, lambda _: None)
     sums = sums_of(part_of, part_of.stages[0], data, {})
-    return {n: list(p) for n, p in hide_small(part_of, sums, least).items()}
+    return {n: list(p) for n, p in hide_small(part_of, sums, data, least).items()}
 
 
 def test_no_small_cell_is_shown_nor_left_over():
@@ -245,6 +245,66 @@ def test_a_column_of_few_values_and_a_site_of_few_records_say_nothing():
     assert not any(map(any, alone.values()))
     beyond = hidden(age=[120.0] * 9 + [50.0] * 30, sex=[0] * 39)
     assert beyond["counts"][-2:] == [0, 0]
+
+
+SECRET = 73.25
+
+
+@pytest.mark.parametrize(
+    ("ages", "bounds"),
+    [
+        # One person is within the bounds, and many are below and above.
+        ([10.0] * 40 + [SECRET] + [99.0] * 40, (73.0, 74.0)),
+        # All but one are beyond a bound, or have the same value, or are on the grid.
+        ([10.0] * 80 + [SECRET], (40.0, 100.0)),
+        ([0.0] * 80 + [SECRET], (0.0, 100.0)),
+        ([1.0, 2.0, 3.0] * 30 + [SECRET], (0.0, 1e11)),
+        ([math.nan] * 30 + [0.0] * 40 + [SECRET] * 3, (-5.0, 200.0)),
+    ],
+)
+def test_bounds_that_single_a_record_out_give_no_sum(
+    ages: list[float], bounds: tuple[float, float]
+):
+    """The job's author knows the value of everybody but one, and chooses bounds."""
+    column = {"names": ["age"], "low": bounds[0], "high": bounds[1]}
+    part_of = asked(column)
+    shown = []
+    for value in (SECRET, SECRET + 0.5):
+        data = read(
+            part_of,
+            rows(age=[value if a == SECRET else a for a in ages]),
+            SITE,
+            lambda _: None,
+        )
+        exact = sums_of(part_of, part_of.stages[0], data, {})
+        shown.append(hide_small(part_of, exact, data, 10))
+        assert not any(shown[-1]["sums"])
+        assert not any(shown[-1]["squares"])
+        assert not any(shown[-1]["products"])
+    assert shown[0] == shown[1]
+
+
+def test_sums_that_differ_by_few_records_are_not_both_shown():
+    """Of all values, and of the records without a gap."""
+    rng = np.random.default_rng(0)
+    numbers = {**NUMBERS, "bins": 0, "quantiles": []}
+    for gaps, is_shown in ((0, True), (1, False), (9, False), (10, True)):
+        part_of = asked(numbers)
+        y = np.concatenate([[math.nan] * gaps, rng.normal(size=80 - gaps)])
+        data = read(part_of, rows(x=rng.normal(size=80), y=y), SITE, lambda _: None)
+        exact = sums_of(part_of, part_of.stages[0], data, {})
+        shown = hide_small(part_of, exact, data, 10)
+        assert all(shown["sums"][:2])
+        assert any(shown["products"]) == any(shown["sums"][2:]) == is_shown, gaps
+
+
+def test_a_count_beyond_the_bounds_leaves_no_small_cell_beside_it():
+    """Those in the first bin, less those below its edge."""
+    for beside, is_shown in ((3, False), (0, True), (15, True)):
+        ages = [-5.0] * 25 + [1.0] * beside + [50.0, 51.0] * 30
+        shown = hidden(age=ages, sex=[0, 1] * 30 + [0] * (25 + beside))
+        assert shown["histograms"][0] == 25 + beside
+        assert (shown["counts"][4] > 0) == is_shown, beside
 
 
 def test_exact_questions_are_few_and_not_repeated_on_other_data():

@@ -812,3 +812,30 @@ def test_statistics_are_refused_by_column_kind_and_epsilon():
     assert "2" in says(
         job_file.parse({**document, "privacy": secure | dp}), max_epsilon=2.0
     )
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [{"names": ["age"], "low": 0.0, "high": 9.0, "bins": 3, "quantiles": [0.5]}],
+        [
+            {"names": ["note"], "categories": ["rare", "common"]},
+            {"names": ["note.length"], "low": 0.0, "high": 9.0, "bins": 3},
+        ],
+    ],
+)
+def test_exact_cells_of_one_column_that_overlap_are_refused(
+    columns: list[dict[str, Any]],
+):
+    """Their difference is a small cell, however large each is."""
+    names = [{"name": f"site-{at}"} for at in range(3)]
+    document = {"name": "s", "statistics": {"columns": columns}, "sites": names}
+    secure = {"secure_aggregation": {"enabled": True}}
+    job = job_file.parse({**document, "privacy": secure})
+    open_ = {"privacy": "none", "functions": PolicySpec().functions}
+    assert "would overlap" in refused(job, **open_)[1]
+    any_cell = StatisticsPolicySpec(min_count=1)
+    site_policy.check_job(job, PolicySpec(**open_, statistics=any_cell), SITE)
+    dp = {"differential_privacy": {"unit": "record", "target_epsilon": 3.0}}
+    noised = job_file.parse({**document, "privacy": secure | dp})
+    site_policy.check_job(noised, PolicySpec(**open_), SITE)
