@@ -650,6 +650,28 @@ class StoreUsed(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SiteSummed(RunEvent):
+    """A site's own sums have come in a run of exact statistics, in the clear.
+
+    Attributes:
+        at: When.
+        site: The site, which a completed round may have done without.
+        counts: Whole numbers, as all that follow: its part of the same name.
+        sums: Likewise.
+        squares: Likewise.
+        histograms: Likewise.
+        categories: Likewise.
+    """
+
+    site: str
+    counts: tuple[int, ...]
+    sums: tuple[int, ...]
+    squares: tuple[int, ...]
+    histograms: tuple[int, ...]
+    categories: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Warned(RunEvent):
     """A warning that does not stop the run.
 
@@ -728,6 +750,7 @@ Event = (
     | CheckpointSaved
     | CheckpointSkipped
     | StoreUsed
+    | SiteSummed
     | Warned
     | ModelSelected
     | RunFinished

@@ -102,6 +102,11 @@ def _print_statistics(found: "RunStatistics") -> None:
             )
         ]
         say_table(["", *found.numbers], cells)
+    if found.drift:
+        say("drift       of the site that is farthest from all others together")
+        names = ["column", "site", "difference", "distance"]
+        rows = found.document()["drift"][:_MOST_SHOWN]
+        say_table(names, [[_cell(row, n) for n in names] for row in rows])
     if found.noise:
         say("±           standard deviation of the noise; - is not known")
         if quantiles:

@@ -13,6 +13,7 @@ import torch
 from aggregator import sampling
 from aggregator.combine import combine_rule
 from aggregator.exact_adapters import ExactAdapters
+from aggregator.methods.statistics import noting
 from aggregator.weighting import SignedCounts, sums_fault, weight_of
 from clients import randomness
 from clients.data.partition import count_labels, partition
@@ -27,12 +28,12 @@ from deploy.wiring import store_meters
 from deploy.wiring.job_data import load_data
 from deploy.wiring.store_meters import StoreMeters, User, Watch
 from federation.errors import JobError, SiteError
-from federation.events import DataDistributed, SiteShare
+from federation.events import DataDistributed, Emit, SiteShare
 from federation.ids import SiteId
 from federation.job.metrics import TRAINER
 from federation.job.spec import DataSpec, JobSpec
 from federation.job.statistics_checks import table
-from federation.protocols import CombineRule, Grid
+from federation.protocols import Clock, CombineRule, Grid
 from federation.rounds.gather import Gather, PlainGather
 from federation.rounds.local_work import moves_data
 from federation.rounds.schedule import schedule_of
@@ -238,6 +239,8 @@ def plain_gather(
     federation: Federation,
     grid: Grid,
     *,
+    emit: Emit,
+    clock: Clock,
     introduced: Mapping[SiteId, SignedCounts] | None = None,
 ) -> Gather:
     """Gather without masks, by the job's rule and weights.
@@ -245,6 +248,8 @@ def plain_gather(
     Args:
         federation: Job and model.
         grid: The way to the sites.
+        emit: Takes the sums of sites, in a run of statistics.
+        clock: Tells time.
         introduced: What sites have signed of their data, and are held to; none in a
             simulation.
     """
@@ -254,7 +259,7 @@ def plain_gather(
         job,
         grid=grid,
         weight_of=weight_of(job.aggregation.weights, introduced=said),
-        combine=rule_of(job),
+        combine=noting(job, rule_of(job), emit, clock),
         schedule=schedule_of(job),
         fault_of=sums_fault(job, said),
         rule_of=ExactAdapters(pool.layout, pool.exact) if pool.exact else None,

@@ -280,7 +280,11 @@ class Run:
                 grid = RetryingGrid(grid, needed=needed, clock=self.clock)
             if secret is None:
                 gather = wiring.plain_gather(
-                    self.federation, grid, introduced=introduced
+                    self.federation,
+                    grid,
+                    emit=self.emit,
+                    clock=self.clock,
+                    introduced=introduced,
                 )
             else:
                 gather = _secure_gather(self.federation, grid, secret, self.allocate)

@@ -69,6 +69,7 @@ INTRODUCED = Rule(
 WORK = Rule(why="what a site reports about its work", secure=Form.NEVER)
 # Under Poisson sampling time grows with the batches, whose sizes are private.
 TIMES = Rule(why="time and resources used", private=Form.NEVER, secure=Form.NEVER)
+SUMMED = Rule(why="exact statistics of a site", private=Form.NEVER, secure=Form.NEVER)
 LOSSES = Rule(why="training losses", private=Form.NEVER, secure=Form.SUM)
 RESULTS = Rule(why="held-out results, noised at the site", secure=Form.SUM)
 
@@ -148,6 +149,10 @@ TABLE: Mapping[str, Rows] = {
     "CheckpointSaved": {(PUBLIC, _SUMS): "at round_index bytes_written seconds"},
     "CheckpointSkipped": {(PUBLIC, _SUMS): "at key reason"},
     "StoreUsed": {(PUBLIC, _SITES): "at url way uses who spared_calls spared_bytes"},
+    "SiteSummed": {
+        (PUBLIC, _SITES): "at site",
+        (SUMMED, _SITES): "counts sums squares histograms categories",
+    },
     "Warned": {(PUBLIC, _SUMS): "at message"},
     "ModelSelected": {
         (PUBLIC, _SUMS): "at round_index model models metric best_round stopped_early",

@@ -29,6 +29,7 @@ from federation.events import (
     SiteFailed,
     SitesIntroduced,
     SitesLeftOut,
+    SiteSummed,
     StepTaken,
     StoreUsed,
     Warned,
@@ -127,7 +128,7 @@ class RunFold:
         # Never forgotten: a round that runs again was charged all the same.
         self._spent: dict[str, PrivacySpent] = {}
         self._extended: list[RunExtended] = []
-        self._remarks: list[Warned | CheckpointSkipped] = []
+        self._remarks: list[Warned | CheckpointSkipped | SiteSummed] = []
         self._past: RunTotals | None = None
         self._settled = 0  # The newest round of them.
         self._restarts: list[int] = []
@@ -222,7 +223,7 @@ class RunFold:
             case RunExtended():
                 self._extended.append(event)
                 self._newest.pop(RunFinished, None)  # It was not the end.
-            case Warned() | CheckpointSkipped():
+            case Warned() | CheckpointSkipped() | SiteSummed():
                 self._remarks.append(event)
             case StoreUsed():
                 self._use(event)
@@ -301,6 +302,7 @@ class RunFold:
             selected=self._selected(),
             engines=tuple(self._engines),
             past=self._past,
+            summed={e.site: e for e in self._remarks if isinstance(e, SiteSummed)},
         )
 
     def _start(self, event: RunStarted) -> None:

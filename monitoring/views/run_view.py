@@ -8,7 +8,7 @@ coordinators. Nothing here draws, and nothing here imports more than the kernel.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import pairwise, repeat
 
@@ -27,6 +27,7 @@ from federation.events import (
     SiteAnswered,
     SiteFailed,
     SitesLeftOut,
+    SiteSummed,
     StepTaken,
     StoreUsed,
     Warned,
@@ -95,6 +96,7 @@ class RunView:
         engines: What brought tasks to the sites, each from a round on.
         past: Totals of rounds that were settled, and are not in ``rounds``; see
             ``monitoring.views.run_totals``.
+        summed: The newest sums of each site, in a run of exact statistics in the clear.
     """
 
     started: RunStarted
@@ -121,6 +123,7 @@ class RunView:
     selected: ModelSelected | None = None
     engines: tuple[tuple[int, str], ...] = ()
     past: RunTotals | None = None
+    summed: Mapping[str, SiteSummed] = field(default_factory=dict)
 
     @property
     def engine(self) -> str:

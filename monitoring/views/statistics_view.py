@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from federation.events import SiteSummed
 from federation.job.spec import JobSpec
 from federation.job.statistics_checks import table
 from federation.job.statistics_job import CATEGORY, OTHER
@@ -95,6 +96,32 @@ class ColumnStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """How far a site's records are from those of all other sites, in one column.
+
+    Attributes:
+        column: Name of the column.
+        site: The site for which it is largest.
+        difference: Its mean less that of the others, divided by the root of the mean of
+            both variances (standardised difference: Austin 2009,
+            doi:10.1002/sim.3697); None of categories and constants.
+        distance: Jensen-Shannon distance of the histograms, or of the shares of the
+            categories, from 0 to 1 (Endres and Schindelin 2003,
+            doi:10.1109/TIT.2003.813506); None without them.
+    """
+
+    column: str
+    site: str
+    difference: float | None = None
+    distance: float | None = None
+
+    @property
+    def size(self) -> float:
+        """By which columns are ordered."""
+        return max(abs(self.difference or 0.0), self.distance or 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatistics:
     """The statistics of a run.
 
@@ -111,6 +138,8 @@ class RunStatistics:
         correlation_noise: Standard deviation of the noise on each.
         noise: Standard deviation of the noise on a number of records, by kind; empty
             without differential privacy. Other figures: see ``ColumnStatistics``.
+        drift: How far sites are apart, a row for each column, the largest first; empty
+            where the sums of single sites are not known.
         epsilon: Largest epsilon that a site has spent; None likewise.
         delta: The delta that goes with it.
     """
@@ -125,6 +154,7 @@ class RunStatistics:
     correlations: tuple[tuple[float | None, ...], ...] = ()
     correlation_noise: tuple[tuple[float | None, ...], ...] = ()
     noise: Mapping[str, float] = field(default_factory=dict)
+    drift: tuple[Drift, ...] = ()
     epsilon: float | None = None
     delta: float | None = None
 
@@ -158,7 +188,8 @@ class RunStatistics:
     def parse(cls, document: Mapping[str, Any]) -> "RunStatistics":
         """Read what ``document`` wrote."""
         columns = tuple(ColumnStatistics(**each) for each in document["columns"])
-        return cls(**{**document, "columns": columns})
+        drift = tuple(Drift(**each) for each in document.get("drift", ()))
+        return cls(**{**document, "columns": columns, "drift": drift})
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -199,9 +230,69 @@ def statistics_of(job: JobSpec, table_d: Vector, view: RunView) -> RunStatistics
         columns=tuple(map(reader.column, asked.columns)),
         **reader.matrices(),
         noise=reader.noise_on_records(),
+        drift=tuple(_drift(asked, view)),
         epsilon=None if spent is None else spent.epsilon,
         delta=None if spent is None else spent.delta,
     )
+
+
+def _drift(asked: Table, view: RunView) -> Iterator[Drift]:
+    """Compare each site with all others together; see ``Drift``."""
+    done = (r.finished for r in view.rounds if r.finished and r.status == COMPLETED)
+    first = next(done, None)
+    of_site = {
+        name: _sums_of(view.summed[name])
+        for name in (first.answered if first else ())
+        if name in view.summed
+    }
+    if len(of_site) < 2:  # noqa: PLR2004 -- one site and others
+        return
+    readers = {}
+    for name, own in of_site.items():
+        others = [sums for other, sums in of_site.items() if other != name]
+        rest = {
+            part: [sum(each) for each in zip(*(o[part] for o in others), strict=True)]
+            for part in own
+        }
+        readers[name] = _Reader(asked, [own], []), _Reader(asked, [rest], [])
+    rows = [
+        max(
+            (
+                _apart(name, own.column(column), rest.column(column))
+                for name, (own, rest) in readers.items()
+            ),
+            key=lambda row: row.size,
+        )
+        for column in asked.columns
+    ]
+    yield from sorted(rows, key=lambda row: -row.size)
+
+
+def _sums_of(event: SiteSummed) -> Sums:
+    names = (COUNTS, SUMS, SQUARES, HISTOGRAMS, CATEGORIES)
+    return {name: getattr(event, name) for name in names}
+
+
+def _apart(site: str, own: ColumnStatistics, rest: ColumnStatistics) -> Drift:
+    difference = None
+    if own.mean is not None and rest.mean is not None:
+        spread = ((own.variance or 0.0) + (rest.variance or 0.0)) / 2
+        if spread > 0:
+            difference = (own.mean - rest.mean) / math.sqrt(spread)
+    cells = [list(each.histogram or each.sizes.values()) for each in (own, rest)]
+    distance = None
+    if all(map(sum, cells)):
+        distance = _distance(*cells)
+    return Drift(column=own.name, site=site, difference=difference, distance=distance)
+
+
+def _distance(first: Sequence[int], second: Sequence[int]) -> float:
+    """Root of the Jensen-Shannon divergence of two histograms, in bits."""
+    total = 0.0
+    for a, b in zip(first, second, strict=True):
+        p, q = a / sum(first), b / sum(second)
+        total += sum(x * math.log2(2 * x / (p + q)) for x in (p, q) if x > 0) / 2
+    return math.sqrt(min(1.0, max(0.0, total)))
 
 
 def _noises(asked: Table, view: RunView) -> Iterator[Mapping[str, float]]:

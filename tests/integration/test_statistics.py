@@ -1,6 +1,7 @@
 """Runs of statistics: equal to what NumPy finds in all records together."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import tomli_w
 import torch
 from pyarrow import csv, parquet
+from scipy.spatial.distance import jensenshannon
 from support.without_report import simulate
 
 import crossfed
@@ -309,3 +311,80 @@ def test_a_site_that_lacks_a_column_is_named(folder: Path):
     columns = [{**AGE, "names": ["age", "height"]}]
     with pytest.raises(SiteError, match=r"(?s)north.*height.*west.*height"):
         simulate(job(folder, statistics={"columns": columns}))
+
+
+def apart_job(folder: Path, **tables: Any) -> JobSpec:
+    """The last site has older records, and more of one category."""
+    rng = np.random.default_rng(5)
+    for name in SITES:
+        far = name == SITES[-1]
+        np.savez(
+            folder / f"{name}.npz",
+            age=rng.normal(60.0 if far else 50.0, 10.0, ROWS),
+            height=rng.normal(170.0, 9.0, ROWS),
+            sex=rng.choice(["f", "m"], ROWS, p=[0.9, 0.1] if far else [0.5, 0.5]),
+            same=np.ones(ROWS),
+        )
+    columns = [
+        {"names": ["height"], "low": 100.0, "high": 230.0},
+        {"names": ["same"], "low": 0.0, "high": 2.0},
+        SEX,
+        AGE,
+    ]
+    sites = [
+        {
+            "name": name,
+            "data": {
+                "source": "clients.data:table",
+                "options": {"path": str(folder / f"{name}.npz")},
+            },
+        }
+        for name in SITES
+    ]
+    return job_file.parse(
+        {"name": "a", "statistics": {"columns": columns}, "sites": sites, **tables}
+    )
+
+
+def test_sites_are_compared_where_each_ones_sums_are_in_the_clear(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """With SciPy as the oracle; the farthest column comes first."""
+    run = simulate(apart_job(tmp_path), folder=tmp_path / "runs" / "a" / "first")
+    assert run.statistics is not None
+    drift = {row.column: row for row in run.statistics.drift}
+    assert [row.column for row in run.statistics.drift][-1] == "same"
+    data = [np.load(tmp_path / f"{name}.npz") for name in SITES]
+    first, rest = data[-1]["age"], np.concatenate([d["age"] for d in data[:-1]])
+    spread = math.sqrt((first.var(ddof=1) + rest.var(ddof=1)) / 2)
+    assert drift["age"].site == drift["sex"].site == SITES[-1]
+    assert drift["age"].difference == pytest.approx(
+        (first.mean() - rest.mean()) / spread, rel=1e-6
+    )
+    edges = np.linspace(0, 110, 12)
+    shares = [np.histogram(each, edges)[0] for each in (first, rest)]
+    assert drift["age"].distance == pytest.approx(jensenshannon(*shares, base=2))
+    assert drift["sex"].difference is None
+    assert drift["height"].distance is None
+    assert (drift["same"].difference, drift["same"].distance) == (None, None)
+    assert main(["stats", str(tmp_path / "runs" / "a" / "first")]) == 0
+    assert "drift " in capsys.readouterr().out
+    resumed = RunFolder(tmp_path / "runs" / "a" / "first").read_statistics()
+    assert resumed is not None
+    assert resumed.drift == run.statistics.drift
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        SECURE,
+        {"differential_privacy": {"unit": "record", "target_epsilon": 9.0}},
+    ],
+)
+def test_nothing_of_a_single_site_is_kept_elsewhere(
+    tmp_path: Path, privacy: dict[str, Any]
+):
+    run = simulate(apart_job(tmp_path, privacy=privacy), folder=tmp_path / "run")
+    assert run.statistics is not None
+    assert run.statistics.drift == ()
+    assert "SiteSummed" not in (tmp_path / "run" / "events.jsonl").read_text()
