@@ -30,6 +30,7 @@ from federation.typed_json import refuse_constant
 
 FILE = "audit.jsonl"
 SERVICE, AGENT = "the aggregator's service", "the site's agent"
+RELAY = "the relay"
 HEAD = "aggregator_head"  # In a site's entry: the newest digest at the aggregator.
 _DOMAIN = b"crossfed audit log v1\n"
 _MAX_CHARS, _MAX_LINE = 300, 1 << 20

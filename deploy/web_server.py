@@ -13,7 +13,9 @@ from federation.protocols import Clock
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-MAX_CONNECTIONS = 64
+# More than the pages that may be open, for scrapes: see ``monitoring.web.app``.
+MAX_CONNECTIONS = 256
+STUCK_SECONDS = 30.0  # After which a reader that takes nothing is dropped.
 LAST_LOOK_SECONDS = 2.5  # For browsers to get how a run ended.
 
 
@@ -70,6 +72,9 @@ def _listening(port: int) -> Iterator[tuple[socket.socket, int]]:
     with contextlib.closing(socket.socket()) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
+            # The kernel drops them: what waits for a reader is in its buffer.
+            stuck = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+            listener.setsockopt(*stuck, int(1000 * STUCK_SECONDS))
             listener.bind(("127.0.0.1", port))
             listener.listen()  # A browser may be faster than the server's thread.
         except OSError as error:

@@ -101,6 +101,11 @@ def from_line(line: str | bytes) -> Event | None:
     return cast("Event", decode(record, kind, where=record["event"]))
 
 
+def starts_of(kinds: Collection[type[Event]]) -> tuple[bytes, ...]:
+    """How the lines of some kinds of events begin."""
+    return tuple(b'{"event": "%b"' % kind.__name__.encode() for kind in kinds)
+
+
 def read_events(
     path: Path,
     *,
@@ -124,7 +129,7 @@ def read_events(
     """
     if only:
         without = [kind for kind in KINDS.values() if kind not in only]
-    skipped = tuple(b'{"event": "%b"' % kind.__name__.encode() for kind in without)
+    skipped = starts_of(without)
     events, place = [], 0
     try:
         with no_collection(), path.open("rb") as log:

@@ -10,18 +10,14 @@ from statistics import median
 from typing import Any
 
 from cloud_adapters.flower.facts import FlowerRun, not_connected
-from deploy.aggregator_host import owners, run_queue, scheduler
+from deploy.aggregator_host import owners, run_notes, run_queue, scheduler
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.owners import Owner, Owners, Usage
 from deploy.aggregator_host.run_queue import Queue, QueuedRun
 from deploy.aggregator_host.scheduler import Candidate, Plan, Rules, Share, Wait
 from federation.errors import FederationError, JobError
-from federation.event_log import from_line
 from federation.events import (
-    ModelEvaluated,
-    RoundFinished,
     RunStarted,
-    SiteAnswered,
 )
 from federation.job import job_file
 from federation.job.spec import JobSpec
@@ -253,12 +249,12 @@ def usage(
     mine = [one for one in runs if one.request.owner == owner]
     prices = [_dollars(config, one, now) for one in mine] if priced else [None]
     known = [price for price in prices if price is not None]
-    measured = [_measured(one.run) for one in mine]
+    measured = [run_notes.read(one.run.events) for one in mine]
     held = sum(one.held_seconds(now) * len(one.request.sites) for one in mine)
     return Usage(
         site_hours=held / _HOUR,
-        gigabytes=sum(sent for sent, _ in measured) / _GIGABYTE,
-        epsilon=sum(epsilon for _, epsilon in measured),
+        gigabytes=sum(each.num_bytes for each in measured) / _GIGABYTE,
+        epsilon=sum(each.epsilon for each in measured),
         dollars=sum(known) if len(known) == len(prices) else None,
     )
 
@@ -330,18 +326,12 @@ def _memory_taken(runs: Sequence[QueuedRun]) -> Mapping[str, Mapping[str, float]
 
 @functools.lru_cache(maxsize=4096)
 def _peaks(path: Path) -> Mapping[str, float]:
-    found: dict[str, float] = {}
-    for line in path.read_bytes().split(b"\n"):
-        if b'"peak_memory_bytes"' not in line:
-            continue
-        try:
-            event = from_line(line)
-        except ValueError:
-            continue
-        if isinstance(event, SiteAnswered) and event.resources is not None:
-            peak = (event.resources.peak_memory_bytes or 0) / _MIB
-            found[event.site] = max(found.get(event.site, 0.0), peak)
-    return found
+    try:
+        sites = RunFolder(path.parent).settled_view().sites
+    except FederationError:  # A damaged log is for those to name who need all of it.
+        return {}
+    used = {site.site: site.used.peak_memory_bytes for site in sites if site.used}
+    return {site: peak / _MIB for site, peak in used.items() if peak}
 
 
 def _known(known: Owners, name: str) -> Owner:
@@ -421,7 +411,7 @@ class Pace:
 def _pace(one: QueuedRun, now: float) -> Pace | None:
     began = 0.0 if one.coordinator is None else one.coordinator.at
     took, first, last = list[float](), None, None
-    for event in one.progress():
+    for event in run_notes.progress(one.run.events):
         if isinstance(event, RunStarted):
             first = last = None
         else:
@@ -463,27 +453,3 @@ def _left(one: QueuedRun, pace: Pace, *, works: bool, now: float) -> float:
         return max(rounds, left) + pace.after
     spent = min(max(0.0, now - own.last), pace.round_seconds if rounds else pace.after)
     return rounds + pace.after - spent
-
-
-def _measured(run: RunFolder) -> tuple[float, float]:
-    """Bytes that a run has sent and received, and its epsilon."""
-    path = run.events
-    return _counted(path, path.stat().st_size) if path.is_file() else (0.0, 0.0)
-
-
-@functools.lru_cache(maxsize=4096)
-def _counted(path: Path, size: int) -> tuple[float, float]:
-    num_bytes, epsilon = 0.0, 0.0
-    for line in path.read_bytes()[:size].split(b"\n"):
-        if b'"RoundFinished"' not in line and b'"ModelEvaluated"' not in line:
-            continue
-        try:
-            event = from_line(line)
-        except ValueError:
-            continue
-        if isinstance(event, RoundFinished):
-            num_bytes += event.bytes_down + event.bytes_up
-            epsilon = max(epsilon, event.epsilon or 0.0)
-        elif isinstance(event, ModelEvaluated):
-            num_bytes += sum(event.bytes_down) + sum(event.bytes_up)
-    return num_bytes, epsilon

@@ -23,7 +23,7 @@ from federation.protocols import Clock
 from monitoring.terminal.progress import printable
 from monitoring.web.alerts import Alert
 
-SEND_SECONDS = 30.0
+SEND_SECONDS = 10.0
 RETRY_SECONDS, MAX_ATTEMPTS = 30.0, 7  # After 30 s, a minute, two and so on.
 # An alert whose cause has gone is told anew only after this long.
 QUIET_SECONDS = 3600.0
@@ -40,12 +40,16 @@ class _Told:
 
     Attributes:
         seen_at: When its cause was last there, seconds since 1970.
+        place: Its name.
+        text: What is told.
         attempts: How often delivery has failed.
         is_done: Whether it was delivered, or given up.
         next_at: When to try again.
     """
 
     seen_at: float
+    place: str = ""
+    text: str = ""
     attempts: int = 0
     is_done: bool = False
     next_at: float = 0.0
@@ -79,32 +83,37 @@ class AlertDelivery:
         """Tell what has not been told; forget what has been over for a while."""
         now, changed = self.clock.now(), False
         for alert in alerts:
-            for place, send in self.places.items():
-                key = f"{place} {alert.key}"
-                told = self._told.setdefault(key, _Told(seen_at=now))
-                told.seen_at = now
-                if not told.is_done and now >= told.next_at:
-                    self._try(told, place, alert.text, send)
-                    changed = True
+            for place in self.places:
+                told = self._told.setdefault(f"{place} {alert.key}", _Told(seen_at=now))
+                told.seen_at, told.place, told.text = now, place, alert.text
+        down = set[str]()  # So that no place keeps an alert from the others for long.
+        for told in self._told.values():  # Also one whose cause has gone since.
+            send = self.places.get(told.place)
+            # No try is later than the longest wait, unless the clock was set back.
+            waits = now < told.next_at <= now + RETRY_SECONDS * 2**MAX_ATTEMPTS
+            if send and not (told.is_done or waits or told.place in down):
+                down |= set() if self._try(told, send) else {told.place}
+                changed = True
         over = [k for k, t in self._told.items() if now > t.seen_at + QUIET_SECONDS]
         for key in over:
             del self._told[key]
         if changed or over:
             self._save()
 
-    def _try(self, told: _Told, place: str, text: str, send: Send) -> None:
+    def _try(self, told: _Told, send: Send) -> bool:
         try:
-            send(f"crossfed: {printable(text, MAX_CHARS)}")
+            send(f"crossfed: {printable(told.text, MAX_CHARS)}")
         except (FederationError, OSError, subprocess.SubprocessError) as error:
             told.attempts += 1
             wait = RETRY_SECONDS * 2 ** (told.attempts - 1)
             told.next_at = self.clock.now() + wait
             told.is_done = told.attempts >= MAX_ATTEMPTS
             if told.attempts == 1 or told.is_done:
-                goes_on = "it is given up" if told.is_done else "it is tried again"
-                self.listener(f"an alert did not reach {place}: {error}; {goes_on}")
-        else:
-            told.is_done = True
+                then = "it is given up" if told.is_done else "it is tried again"
+                self.listener(f"an alert did not reach {told.place}: {error}; {then}")
+            return False
+        told.is_done = True
+        return True
 
     def _save(self) -> None:
         record = {key: asdict(told) for key, told in self._told.items()}

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,12 +115,19 @@ def _of_runs(
     config: AggregatorConfig, collector: "RunsCollector", now: float
 ) -> Iterator["Alert"]:
     """Alerts of runs that go on, or have ended not long ago."""
-    from deploy.aggregator_host import run_list, run_queue  # noqa: PLC0415
+    from deploy.aggregator_host import admission, owners, run_list, run_queue  # noqa: PLC0415
     from monitoring.web import alerts  # noqa: PLC0415
     from monitoring.web.run_metrics import RunNumbers  # noqa: PLC0415
 
     known, gone = collector.look(), run_list.revoked(config)
-    for one in run_queue.handed_over(config.runs).runs:
+    runs = run_queue.handed_over(config.runs).runs
+    for owner in owners.read(config.folder).owners:
+        if owner.quota == owners.Usage():
+            continue
+        used = asdict(admission.usage(config, runs, owner.name, now))
+        limits = asdict(owner.quota)
+        yield from alerts.of_quotas(owner.name, {k: (used[k], limits[k]) for k in used})
+    for one in runs:
         numbers = known.get(one.run.path.name)
         numbers = numbers or RunNumbers(job=one.run.path.parent.name)
         status, reason = ("", "") if one.outcome is None else (one.status, one.reason)

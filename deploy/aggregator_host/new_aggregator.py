@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy import audit_log
 from deploy.aggregator_host import config as aggregator_file
 from deploy.aggregator_host.config import AggregatorFile
 from deploy.aggregator_host.service import initialise
@@ -78,4 +79,6 @@ def create(
         listen=listen, hosts=json.dumps(list(hosts)), proxy=json.dumps(proxy)
     )
     write_new(folder / "aggregator.toml", text.encode(), mode=0o644)
+    about = {"hosts": ", ".join(hosts), "authority": authority.fingerprint}
+    audit_log.note(folder, "aggregator.init", at=clock.now(), **about)
     return NewAggregator(authority=authority.fingerprint, identity=made.public_key)

@@ -11,7 +11,7 @@ service starts another once there is room, which continues from the newest check
 import contextlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from cloud_adapters.flower.facts import Connected, FlowerRun
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy import audit_log
+from deploy.aggregator_host import run_notes
 from deploy.exit_codes import FAILED, STOPPED, status_of
 from deploy.wiring import extension
 from federation import durable_files
@@ -32,10 +33,7 @@ from federation.errors import (
     RunNotFound,
     is_full,
 )
-from federation.event_log import from_line
 from federation.events import (
-    Event,
-    ModelEvaluated,
     RoundFinished,
     RunFinished,
     RunStarted,
@@ -47,7 +45,6 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.rounds.round_sums import completed_rounds
 from monitoring.runs.run_folder import REQUEST, RunFolder
-from monitoring.views.round_view import loss_of
 from monitoring.views.run_view import INTERRUPTED
 
 COORDINATOR = "coordinator.json"
@@ -58,10 +55,6 @@ _PAUSE = b"pause\n"  # What the file says if the run is to be resumed.
 
 # What a run's disk must have room for before a coordinator is started.
 ROOM_BYTES = 1 << 20
-_COUNTED = tuple(
-    b'"event": "%b"' % name
-    for name in (b"RunStarted", b"RoundFinished", b"RunFinished", b"SitesLeftOut")
-)
 
 MISSED_LOOKS = 3
 
@@ -215,12 +208,6 @@ class QueuedRun:
         """Rounds that are completed; counted from all events at each call."""
         return _completed_rounds(self.run)
 
-    def progress(self) -> Iterator[RunStarted | RoundFinished]:
-        """Read when its coordinators began and its rounds ended."""
-        for event in _counted_events(_whole_lines(self.run)):
-            if isinstance(event, RunStarted | RoundFinished):
-                yield event
-
     @property
     def away(self) -> Sequence[str]:
         """Sites that the run does without or waits for, each with the reason."""
@@ -247,13 +234,7 @@ class QueuedRun:
     @property
     def loss(self) -> float | None:
         """The newest mean held-out loss; None if there is none yet."""
-        for line in reversed(_whole_lines(self.run)):
-            if b'"event": "ModelEvaluated"' not in line:
-                continue
-            event = from_line(line)
-            if isinstance(event, ModelEvaluated):
-                return loss_of(event.pooled)
-        return None
+        return run_notes.read(self.run.events).loss
 
     @property
     def status(self) -> str:
@@ -755,7 +736,7 @@ def _progressed(run: RunFolder) -> float:
 
 
 def _completed_rounds(run: RunFolder) -> int:
-    return completed_rounds(_counted_events(_whole_lines(run)))
+    return completed_rounds(run_notes.read(run.events).events)
 
 
 def _left_out(run: RunFolder) -> tuple[SitesLeftOut | None, dict[str, int]]:
@@ -766,7 +747,7 @@ def _left_out(run: RunFolder) -> tuple[SitesLeftOut | None, dict[str, int]]:
     """
     newest: SitesLeftOut | None = None
     awaited = dict[str, int]()
-    for event in _counted_events(_whole_lines(run)):
+    for event in run_notes.read(run.events).events:
         match event:
             case RunStarted():
                 newest, awaited = None, {}
@@ -779,26 +760,8 @@ def _left_out(run: RunFolder) -> tuple[SitesLeftOut | None, dict[str, int]]:
 
 
 def _is_finishing(run: RunFolder) -> bool:
-    *_, last = (None, *_counted_events(_whole_lines(run)[-1:]))
-    return isinstance(last, RunFinished) and last.status != INTERRUPTED
-
-
-def _whole_lines(run: RunFolder) -> list[bytes]:
-    if not run.exists():
-        return []
-    # The last line may be torn: its writer was killed, or is still writing.
-    return run.events.read_bytes().split(b"\n")[:-1]
-
-
-def _counted_events(lines: Iterable[bytes]) -> Iterator[Event]:
-    for line in lines:
-        # Most lines are of other events, and reading one as JSON takes time.
-        if any(name in line for name in _COUNTED):
-            # A damaged line is for those to name who read all of them.
-            with contextlib.suppress(ValueError):
-                event = from_line(line)
-                if event is not None:
-                    yield event
+    last = run_notes.read(run.events).events[-1:]
+    return any(isinstance(e, RunFinished) and e.status != INTERRUPTED for e in last)
 
 
 def _read(path: Path, kind: type) -> Any:

@@ -121,7 +121,8 @@ def _audit_log(options: argparse.Namespace) -> int:
         say_table(names, rows, cut="details")
         good = f"digest of the last: {found.head}"
         said = "the log is not as it was written" if faults else good
-        say(f"{len(found.entries)} entries, {said}")
+        number = len(found.entries)
+        say(f"{number:,} {'entry' if number == 1 else 'entries'}, {said}")
     for fault in faults:
         tell(fault)
     return FAILED if faults else DONE

@@ -18,6 +18,7 @@ from cloud_adapters.relays.task_queue import AskSites, QuestionKind, RelayQuesti
 from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.transport.frame_references import PackedFrame, Sizes
 from cloud_adapters.transport.frames import INLINE, Frames
+from deploy import audit_log
 from deploy.site_host import enrolment_roster
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.run import runs_folder
@@ -42,7 +43,7 @@ from federation.messages import (
     SiteMessage,
     Task,
 )
-from federation.protocols import Buffer
+from federation.protocols import Buffer, Clock
 from federation.rounds.failures import failure
 from federation.wire import frame as wire
 from federation.wire.relayed import down_frames_in, up_frames, with_models
@@ -95,6 +96,7 @@ class RelayAgent:
         roster: Pins the aggregator and the sites.
         ask: Reaches the sites.
         served: Sites that may connect.
+        clock: Tells time.
         frames: How large messages travel from and to the aggregator.
         stopped: Ends waits for sites.
         listener: Called with a word about every refusal.
@@ -105,6 +107,7 @@ class RelayAgent:
     roster: Roster
     ask: AskSites
     served: Collection[SiteId]
+    clock: Clock
     frames: Frames = INLINE
     stopped: threading.Event = field(default_factory=threading.Event)
     listener: Callable[[str], None] = _LOG.info
@@ -281,6 +284,12 @@ class RelayAgent:
         folder = self._folder(run.run_id)
         if not (folder / _PROPOSAL).exists():
             self._check_served(run)
+            digest = job_digest.digest(run.job).hex()
+            about = {"job": run.job.name, "digest": digest, "rounds": run.job.rounds}
+            if proposal.audit_head:
+                about[audit_log.HEAD] = proposal.audit_head
+            own, at, who = self.config.folder, self.clock.now(), audit_log.RELAY
+            audit_log.note(own, "run.accept", run.run_id, at=at, who=who, **about)
         with file_errors("write below", folder):
             folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / _PROPOSAL, [sealed])

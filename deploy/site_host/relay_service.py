@@ -79,6 +79,7 @@ def serve_sites(
             roster=roster,
             ask=queue.ask,
             served=queue.sites,
+            clock=clock,
             frames=frames,
             stopped=departure.stopped,
             listener=listener,

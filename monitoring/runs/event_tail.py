@@ -1,12 +1,12 @@
 """The events of a run that are new since the last look."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
-from federation.event_log import from_line
+from federation.event_log import KINDS, from_line, starts_of
 from federation.events import Event, RunStarted
 
 BLOCK_BYTES = 1 << 20  # Read at once: many events, or a few long ones.
@@ -26,9 +26,16 @@ class EventTail:
         read: Share of the file that was read, 0 to 1.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Begin before the first event of a log."""
+    def __init__(self, path: Path, *, only: Collection[type[Event]] = ()) -> None:
+        """Begin before the first event of a log.
+
+        Args:
+            path: The log.
+            only: Kinds that are read, if not all.
+        """
         self._path = path
+        self._skipped = starts_of([kind for kind in KINDS.values() if kind not in only])
+        self._skipped = self._skipped if only else ()
         self._offset = 0
         self._mark = b""  # Of the bytes before the offset.
         self.damaged = 0
@@ -75,7 +82,7 @@ class EventTail:
                 lines = self._lines(events)
                 self._mark = _mark(events, self._offset)
         except FileNotFoundError:
-            self.is_anew, self.is_gone = False, self._offset > 0
+            self.is_anew, self.is_gone, self.read = False, self._offset > 0, 1.0
             return iter(())
         self.is_gone = False
         return self._events(lines)
@@ -97,6 +104,8 @@ class EventTail:
 
     def _events(self, lines: list[bytes]) -> Iterator[Event]:
         for line in lines:
+            if line.startswith(self._skipped):
+                continue
             try:
                 event = from_line(line)
             except ValueError:

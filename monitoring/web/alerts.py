@@ -18,6 +18,7 @@ SILENT_ROUNDS = 3  # In a row, without an answer.
 BUDGET_SHARES = (1.0, 0.8)  # The larger first: only one is told.
 WORSE_EVALUATIONS = 3  # In a row.
 EXPIRY_SECONDS = 3 * 86_400.0
+MAX_ADDRESSES = 8  # With an alert of their own.
 _MIB = 1 << 20
 
 
@@ -160,17 +161,43 @@ def of_caps(
         name: The deployment's.
         used: What is used and the cap, None for no cap, by key of its file.
     """
+    for key, share, words in _reached(used):
+        then = "All machines end" if share == 1 else "At 100 % machines end"
+        yield Alert(
+            key=f"{name}/{key}/{share}",
+            text=f"deployment {name} {words}. {then}, and the run can be resumed: "
+            f"raise {key} in the deployment file, and run crossfed up --keep again.",
+        )
+
+
+def of_quotas(
+    owner: str, used: Mapping[str, tuple[float | None, float | None]]
+) -> Iterator[Alert]:
+    """Yield the alerts of an owner's quotas.
+
+    Args:
+        owner: The name.
+        used: What all runs have used and may use, None for what is not known or not
+            limited, by quota.
+    """
+    for key, share, words in _reached(used):
+        then = "Its runs wait" if share == 1 else "At 100 % its runs wait"
+        yield Alert(
+            key=f"owner {owner}/{key}/{share}",
+            text=f"owner {owner} {words}. {then}, until you raise it: crossfed "
+            f"aggregator owners add {owner} --quota {key}=...",
+        )
+
+
+def _reached(
+    used: Mapping[str, tuple[float | None, float | None]],
+) -> Iterator[tuple[str, float, str]]:
+    """What is nearly or all used: its key, the larger share, and words."""
     for key, (spent, cap) in used.items():
-        for share in BUDGET_SHARES:
-            if cap is not None and spent >= share * cap:
-                then = "All machines end" if share == 1 else "At 100 % machines end"
-                yield Alert(
-                    key=f"{name}/{key}/{share}",
-                    text=f"deployment {name} has used {spent:,.2f} of {key} = {cap:g} "
-                    f"({spent / cap:.0%}). {then}, and the run can be resumed: raise "
-                    f"{key} in the deployment file, and run crossfed up --keep again.",
-                )
-                break
+        reached = [s for s in BUDGET_SHARES if spent and cap and spent >= s * cap]
+        if spent and cap and reached:
+            words = f"has used {spent:,.2f} of {key} = {cap:g} ({spent / cap:.0%})"
+            yield key, reached[0], words
 
 
 def of_host(facts: HostFacts, now: float) -> Iterator[Alert]:
@@ -190,6 +217,16 @@ def of_host(facts: HostFacts, now: float) -> Iterator[Alert]:
                 text=f"the certificate of {whose} ends in {left}. Agents renew theirs "
                 "while they run: see that this one does, or invite it again.",
             )
+    addresses = [*facts.knocks]
+    if len(addresses) > MAX_ADDRESSES:
+        yield Alert(
+            key="host/revoked",
+            text=f"somebody used revoked certificates {sum(facts.knocks.values())} "
+            f"times, at {len(addresses)} addresses such as {addresses[0]}. If they "
+            "are of sites that you revoked, have their agents stopped; otherwise their "
+            "keys are in foreign hands.",
+        )
+        return
     for address, times in facts.knocks.items():
         yield Alert(
             key=f"host/revoked/{address}",

@@ -31,6 +31,7 @@ from starlette.responses import (
 )
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
 
 from federation.errors import FederationError
 from federation.protocols import Clock
@@ -46,6 +47,7 @@ READ_SECONDS = 0.5  # Of a second, while a page reads a long log for the first t
 IDLE_SECONDS = 5.0  # Between two pages of a run in which nothing has happened.
 HEARTBEAT_LOOKS = 15  # So that a browser notices a connection that is gone.
 MAX_FEEDS = 8
+MAX_OPEN = 64  # Pages that follow runs at the same time.
 MIN_COMPARED, MAX_COMPARED = 2, 16
 
 Action = Callable[[RunFolder], None]
@@ -175,6 +177,7 @@ class _Pages:
     def __init__(self, shown: Shown, clock: Clock) -> None:
         self._shown, self._clock = shown, clock
         self._feeds: dict[str, _SharedFeed] = {}
+        self.open = 0  # Pages that follow a run.
         self._list = HTMLResponse()
         self._lock, self._next = asyncio.Lock(), -math.inf
 
@@ -194,6 +197,7 @@ class _Pages:
     async def run(self, request: Request) -> HTMLResponse:
         name = request.path_params["name"]
         self._find(name)
+        self._check_open()
         actions = {each: ACTIONS[each] for each in self._shown.actions}
         return _html("live.html.j2", name=name, actions=actions)
 
@@ -213,11 +217,19 @@ class _Pages:
     async def changes(self, request: Request) -> StreamingResponse:
         name = request.path_params["name"]
         run = self._find(name)
+        self._check_open()
         feed = self._feeds.pop(name, None) or _SharedFeed(run, self._shown, self._clock)
         self._feeds[name] = feed  # The newest last.
         for oldest in list(self._feeds)[:-MAX_FEEDS]:
             del self._feeds[oldest]
-        return StreamingResponse(_stream(feed), media_type="text/event-stream")
+        return _Following(self, _stream(feed))
+
+    def _check_open(self) -> None:
+        if self.open >= MAX_OPEN:
+            raise HTTPException(
+                503,
+                f"{MAX_OPEN} pages of runs are open: close one, and load this again",
+            )
 
     async def compare(self, request: Request) -> HTMLResponse:
         runs = [self._find(name) for name in request.query_params.getlist("run")]
@@ -264,6 +276,21 @@ async def _stream(feed: _SharedFeed) -> AsyncIterator[str]:
             quiet = 0
         quiet += 1
         await asyncio.sleep(LOOK_SECONDS)
+
+
+class _Following(StreamingResponse):
+    """The changes of one page, which is open from now until its browser has gone."""
+
+    def __init__(self, pages: _Pages, changes: AsyncIterator[str]) -> None:
+        super().__init__(changes, media_type="text/event-stream")
+        self._pages = pages
+        pages.open += 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._pages.open -= 1
 
 
 async def _refused(_: Request, error: Exception) -> HTMLResponse:

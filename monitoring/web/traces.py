@@ -222,7 +222,11 @@ class TraceSender:
         for path, run in folders.items():
             new = (EventTail(run.events), RoundTraces(since=self._since))
             tail, traces = self._runs.setdefault(path, new)
-            for event in tail.news():
+            events = tail.news()
+            if tail.is_anew:
+                traces = RoundTraces(since=self._since)
+                self._runs[path] = tail, traces
+            for event in events:
                 self._pending += traces.add(event)
         self._send()
         return all(traces.is_over for _, traces in self._runs.values())

@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+from support import event_samples
+from support.event_samples import Script
 from support.small_jobs import small_job
 from support.without_report import simulate
 
 from federation.errors import CorruptObject
+from federation.event_log import EventWriter
 from monitoring.pages.plots import draw_all
 from monitoring.runs import fold_cache
 from monitoring.runs.run_folder import RunFolder
@@ -46,6 +49,22 @@ def test_run_leaves_the_numbers_of_all_its_rounds(tmp_path: Path) -> None:
     assert run.settled_view() == settled
 
 
+def test_repeated_rounds_count_once(tmp_path: Path) -> None:
+    """A coordinator goes on before the rounds that the one before it has left."""
+    run = RunFolder(tmp_path)
+    begun = Script(rounds=9, stop_after=7, seed=3)
+    resumed = Script(rounds=9, first_round=4, start=event_samples.START + 90)
+    for script in (begun, resumed):
+        with EventWriter(run.events) as log:
+            reader = RunReader(run.events)
+            reader.look()
+            for event in event_samples.run(script):
+                log(event)
+                reader.take(event)
+    assert result(_settled(run).fold.view()) == result(run.view())
+    assert reader.fold.view() == _settled(run).fold.view()
+
+
 def test_resumed_run_goes_on_from_what_was_left(tmp_path: Path) -> None:
     """Also where it was left in the middle, is damaged, or is of another run."""
     job, other = small_job(num_sites=3, rounds=8), tmp_path / "other"
@@ -73,6 +92,8 @@ def test_damaged_line_keeps_a_run_from_being_resumed(tmp_path: Path) -> None:
     simulate(job, folder=tmp_path)
     (tmp_path / fold_cache.NAME).unlink()
     lines = run.events.read_bytes().splitlines(keepends=True)
-    run.events.write_bytes(b"".join([*lines[:5], b'{"event": "S\n', *lines[5:9]]))
+    run.events.write_bytes(
+        b"".join([*lines[:5], b'{"event": "SiteAnswered"\n', *lines[5:9]])
+    )
     with pytest.raises(CorruptObject, match=r"events.jsonl, line 6"):
         simulate(job, folder=tmp_path, resume=True)

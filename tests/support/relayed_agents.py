@@ -17,7 +17,7 @@ from cloud_adapters.transport.task_work import answer_frame
 from deploy.aggregator_host.handshake import SignedHandshake
 from deploy.site_host.agent import SiteAgent
 from deploy.site_host.relay_agent import RelayAgent
-from federation.clock import SystemClock
+from federation.clock import SystemClock, VirtualClock
 from federation.errors import FederationError
 from federation.ids import SiteId, TaskId
 from federation.job.spec import JobSpec
@@ -71,6 +71,7 @@ class Clouds:
             roster=self.members.roster,
             ask=self._ask,
             served={SiteId(site) for site in served},
+            clock=VirtualClock(1e9),
         )
 
     def connect(

@@ -115,6 +115,58 @@ def test_place_that_stays_down_is_given_up(
     assert len(said) == 2
 
 
+def test_passing_cause_is_told_once_the_place_is_back(
+    make: Make, phone: Phone, clock: VirtualClock
+) -> None:
+    """A knock lasts for a moment; restarts in between forget nothing of it."""
+    phone.is_off = True
+    make().deliver([STALLED])
+    for _ in range(9):
+        clock.sleep(10)
+        make().deliver([])
+    phone.is_off, calls = False, phone.calls
+    for _ in range(30):
+        clock.sleep(10)
+        make().deliver([])
+    assert phone.texts == [f"crossfed: {STALLED.text}"]
+    assert phone.calls == calls + 1
+
+
+def test_clock_that_is_set_back_delays_no_alert(
+    make: Make, phone: Phone, clock: VirtualClock
+) -> None:
+    phone.is_off = True
+    make().deliver([STALLED])
+    phone.is_off = False
+    earlier = make()
+    earlier.clock = VirtualClock(clock.now() - 86_400)
+    earlier.deliver([STALLED])
+    earlier.deliver([STALLED])
+    assert len(phone.texts) == 1
+
+
+def test_place_that_is_down_does_not_keep_the_others_waiting(
+    tmp_path: Path, phone: Phone, clock: VirtualClock
+) -> None:
+    """Of many alerts at once, one is tried there, and all are told elsewhere."""
+    other = Phone()
+    phone.is_off = True
+    delivery = AlertDelivery(
+        places={"the phone": phone, "the other": other},
+        path=tmp_path / "alerts.json",
+        clock=clock,
+        listener=lambda _: None,
+    )
+    storm = [Alert(key=f"r/silent/{site}", text=f"{site} is gone") for site in "abcdef"]
+    delivery.deliver(storm)
+    assert (phone.calls, len(other.texts)) == (1, 6)
+    phone.is_off = False
+    for _ in range(20):
+        clock.sleep(10)
+        delivery.deliver([])
+    assert (len(phone.texts), len(other.texts)) == (6, 6)
+
+
 def test_damaged_record_costs_no_alert(
     make: Make, phone: Phone, tmp_path: Path
 ) -> None:

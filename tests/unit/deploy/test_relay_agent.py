@@ -16,6 +16,7 @@ from support.small_jobs import small_job
 from cloud_adapters.relays.task_queue import QuestionKind, RelayQuestion
 from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.transport.frames import INLINE, Frames
+from deploy import audit_log
 from deploy.aggregator_host.config import AggregatorFile
 from deploy.site_host.relay_agent import (
     INTRODUCE_SECONDS,
@@ -23,6 +24,7 @@ from deploy.site_host.relay_agent import (
     SITES_SHARE,
     RelayAgent,
 )
+from federation.clock import VirtualClock
 from federation.errors import JobError, ProtocolError
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
@@ -105,6 +107,7 @@ def cloud(tmp_path: Path) -> Cloud:
         roster=members.roster,
         ask=made.ask,
         served={SiteId(site) for site in SITES},
+        clock=VirtualClock(1e9),
         listener=made.said.append,
     )
     return made
@@ -169,6 +172,21 @@ def test_jobs_that_a_relay_refuses(
     assert not refused[1]
     assert not cloud.asked
     assert text in cloud.said[-1]
+
+
+def test_run_is_on_record_once_at_its_relay(cloud: Cloud):
+    """With the newest digest of the aggregator's own log; and again in no restart."""
+    cloud.answer = lambda site, q: introduced(cloud.members, site, q)
+    for _ in range(2):
+        cloud.propose(audit_head="ab" * 32)
+    path = cloud.agent.config.folder / audit_log.FILE
+    (entry,) = audit_log.read(path).entries
+    assert (entry.action, entry.subject, entry.who) == (
+        "run.accept",
+        RUN_ID,
+        "the relay",
+    )
+    assert entry.details[audit_log.HEAD] == "ab" * 32
 
 
 def test_run_that_has_begun_goes_on_without_a_site_that_is_not_served(cloud: Cloud):

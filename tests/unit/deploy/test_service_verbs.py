@@ -7,6 +7,7 @@ import pytest
 from support.enrolments import Federation
 
 from cloud_adapters.flower import simulation as flower_simulation
+from deploy import audit_log
 from deploy.cli import commands as cli
 from federation import folder_lock
 
@@ -53,6 +54,11 @@ def test_without_nginx_both_commands_say_what_enrolment_needs(
     invited = ["aggregator", "invite", "a", "--config"]
     assert cli.main([*invited, str(tmp_path / "fed" / "aggregator.toml")]) == 0
     assert "proxy of your own" in capsys.readouterr().err
+    path = tmp_path / "fed" / audit_log.FILE
+    first, _ = audit_log.read(path).entries
+    assert (first.action, first.who) == ("aggregator.init", audit_log.operator())
+    assert cli.main(["audit-log", str(path)]) == 0
+    assert "\n2 entries, digest" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["identity.pem", "node.pem", "site.pem"])

@@ -10,7 +10,14 @@ from support import event_samples
 from support.small_jobs import small_job
 
 from cloud_adapters.flower.facts import Connected, FlowerRun
-from deploy.aggregator_host import admission, newcomers, owners, run_queue
+from deploy.aggregator_host import (
+    admission,
+    monitor_process,
+    newcomers,
+    owners,
+    run_notes,
+    run_queue,
+)
 from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile, QueueSpec
 from deploy.aggregator_host.enrolment_book import (
     BookFile,
@@ -27,12 +34,19 @@ from deploy.aggregator_host.run_queue import (
 )
 from deploy.aggregator_host.scheduler import Plan
 from federation.errors import CorruptObject, JobError
-from federation.event_log import to_line
-from federation.events import RoundFinished, RunFinished, RunStarted, SiteAnswered
+from federation.event_log import EventWriter, to_line
+from federation.events import (
+    ModelEvaluated,
+    RoundFinished,
+    RunFinished,
+    RunStarted,
+    SiteAnswered,
+)
 from federation.ids import SiteId
 from federation.messages import Resources
 from federation.platform_identity import PlatformIdentity
 from monitoring.runs.run_folder import REQUEST, RunFolder
+from monitoring.web.run_metrics import RunsCollector
 from privacy.secagg.agreement import roster
 from privacy.secagg.agreement.identity import generate
 from privacy.secagg.agreement.roster import RELAY, SITE, Roster, RosterEntry
@@ -261,6 +275,12 @@ def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
     )
     quota = Usage(site_hours=1.5)
     owners.change(tmp_path, "ann", lambda _: Owner(name="ann", quota=quota))
+    collector = RunsCollector(list)
+    for hours, key in ((0.55, None), (0.65, 0.8), (0.8, 1.0)):
+        at = 3600 * hours + 0.1
+        found = monitor_process._of_runs(config(tmp_path), collector, at)
+        keys = {alert.key for alert in found if alert.key.startswith("owner")}
+        assert keys == ({f"owner ann/site_hours/{key}"} if key else set())
     assert not order(tmp_path, {7: RUNNING}, 1800.1).plan().pause
     plan = order(tmp_path, {7: RUNNING}, 3600.1).plan()
     assert plan.pause == ["a"]
@@ -270,6 +290,29 @@ def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
         waits["b"].text()
         == "owner 'ann' has used 2 of 1.5 site-hours (quota site_hours)"
     )
+
+
+def test_progress_is_read_on_from_look_to_look(tmp_path: Path):
+    """Repeated rounds count; a log that is another one is read anew."""
+    log, events = tmp_path / "events.jsonl", event_samples.resumed()
+    assert run_notes.read(log).events == []
+    for event in events:
+        with EventWriter(log) as write:
+            write(event)
+        found = run_notes.read(log)
+    ends = [e for e in events if isinstance(e, RoundFinished)]
+    evaluated = [e for e in events if isinstance(e, ModelEvaluated)]
+    alone = sum(sum(e.bytes_up) + sum(e.bytes_down) for e in evaluated)
+    assert found.num_bytes == alone + sum(e.bytes_up + e.bytes_down for e in ends)
+    assert found.loss == pytest.approx(evaluated[-1].pooled.loss)
+    done = [e for e in found.events if isinstance(e, RoundFinished)]
+    assert [e.round_index for e in done] == [e.round_index for e in ends]
+    assert {e.asked for e in done} == {()}
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*lines[:4], b"{torn\n", *lines[4:-1], lines[-1][:9]]))
+    assert len(run_notes.read(log).events) in {len(found.events), len(found.events) - 1}
+    log.unlink()
+    assert run_notes.read(log).events == []
 
 
 def test_dollars_are_time_and_bytes_at_the_prices_that_are_stated(tmp_path: Path):
@@ -346,14 +389,16 @@ def test_run_waits_for_memory_that_its_job_states_or_sites_have_reported(
     run_of("e", "unknown", 5.0)
     assert waits() == {}
     before = run_of("f", "unknown", 0.5)
-    answer = next(
-        event for event in event_samples.two_sites(2) if isinstance(event, SiteAnswered)
-    )
     used = Resources(
         busy_seconds=1.0, cpu_seconds=1.0, peak_memory_bytes=301 << 20, method="process"
     )
-    answer = replace(answer, site=first, resources=used)
-    before.events.write_text(f"{to_line(answer)}\n")
+    events = [
+        replace(event, site=first, resources=used)
+        if isinstance(event, SiteAnswered)
+        else event
+        for event in event_samples.two_sites(2)
+    ]
+    before.events.write_text("".join(f"{to_line(event)}\n" for event in events))
     run_queue.leave_outcome(before, Outcome(code=0, message=""))
     (tmp_path / "runs" / "fits" / "d" / REQUEST).unlink()
     assert waits() == {"e": f"301 MiB of memory at {first} (run a)"}

@@ -136,3 +136,25 @@ def test_host() -> None:
     assert "256 MiB free" in found["host/disk"]
     assert "4 times" in found["host/revoked/10.0.0.1 (CN=site-n)"]
     assert len([key for key in found if key.startswith("host/certificate/site a")]) == 1
+
+
+def test_many_addresses_are_one_alert() -> None:
+    """A storm of knocks keeps no other alert waiting."""
+    knocks = {f"10.0.0.{number} (CN=site-n)": 2 for number in range(200)}
+    facts = HostFacts(free_bytes=1 << 40, reserve_bytes=1, expires={}, knocks=knocks)
+    (alert,) = alerts.of_host(facts, 0.0)
+    assert "400 times, at 200 addresses" in alert.text
+
+
+def test_owners_quotas() -> None:
+    """The larger share alone; what is not limited, or not known, alarms nobody."""
+    used = {
+        "site_hours": (81.0, 100.0),
+        "epsilon": (8.0, 8.0),
+        "gigabytes": (9.0, None),
+    }
+    used |= {"dollars": (None, 5.0)}  # type: ignore[dict-item]
+    found = {each.key: each.text for each in alerts.of_quotas("ann", used)}
+    assert [*found] == ["owner ann/site_hours/0.8", "owner ann/epsilon/1.0"]
+    assert "81.00 of site_hours = 100 (81%)" in found["owner ann/site_hours/0.8"]
+    assert "Its runs wait" in found["owner ann/epsilon/1.0"]

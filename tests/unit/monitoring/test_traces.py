@@ -86,6 +86,20 @@ def attributes(span: Any) -> dict[str, Any]:
     }
 
 
+def test_log_that_begins_anew_begins_no_round_of_the_one_before(tmp_path: Path):
+    """A run was deleted in the middle of a round, and its name was taken again."""
+    run = run_of(tmp_path)
+    lines = run.events.read_bytes().splitlines(keepends=True)
+    ends = next(at for at, line in enumerate(lines) if b"RoundFinished" in line)
+    begins = [at for at, line in enumerate(lines) if b"RoundStarted" in line]
+    with collecting() as server, closing(TraceSender(url(server))) as sender:
+        run.events.write_bytes(b"".join(lines[: begins[0] + 2]))
+        sender.look([run])
+        run.events.write_bytes(lines[ends])
+        sender.look([run])
+    assert server.spans == []
+
+
 def test_each_round_is_one_trace_from_the_coordinator_to_the_phases_of_sites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

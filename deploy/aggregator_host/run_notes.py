@@ -1,0 +1,87 @@
+"""What the events of runs say of their progress, read on from look to look.
+
+Answers of sites, most of a log, are not looked at.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+
+from federation.events import (
+    Event,
+    ModelEvaluated,
+    RoundFinished,
+    RunFinished,
+    RunStarted,
+    SitesLeftOut,
+)
+from monitoring.runs.event_tail import EventTail
+from monitoring.views.round_view import loss_of
+
+_KINDS = (RunStarted, RoundFinished, ModelEvaluated, RunFinished, SitesLeftOut)
+
+
+@dataclass(kw_only=True)
+class RunNotes:
+    """Numbers of a run, repeated rounds included.
+
+    Attributes:
+        events: Beginnings and ends of coordinators, ends of rounds without names of
+            sites, and sites left out.
+        num_bytes: Sent and received by the aggregator.
+        epsilon: The largest of a round.
+        loss: The newest mean held-out loss; None if there is none yet.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    num_bytes: float = 0.0
+    epsilon: float = 0.0
+    loss: float | None = None
+
+    def add(self, event: Event) -> None:
+        """Add the next event."""
+        match event:
+            case ModelEvaluated():
+                self.num_bytes += sum(event.bytes_down) + sum(event.bytes_up)
+                self.loss = loss_of(event.pooled)
+                return
+            case RoundFinished():
+                self.num_bytes += event.bytes_down + event.bytes_up
+                self.epsilon = max(self.epsilon, event.epsilon or 0.0)
+                event = replace(event, asked=(), answered=())
+        self.events.append(event)
+
+
+class _Reader:
+    """Reads on in one log."""
+
+    def __init__(self, log: Path) -> None:
+        self._tail, self._notes = EventTail(log, only=_KINDS), RunNotes()
+        self._lock = Lock()
+
+    def read(self) -> RunNotes:
+        with self._lock:
+            events = self._tail.news()
+            if self._tail.is_anew or self._tail.is_gone:
+                self._notes = RunNotes()
+            for event in events:
+                self._notes.add(event)
+            return self._notes
+
+
+@lru_cache(maxsize=4096)
+def _reader(log: Path) -> _Reader:
+    return _Reader(log)
+
+
+def read(log: Path) -> RunNotes:
+    """Read what is new in a run's log; nothing of a log that is not there."""
+    return _reader(log).read()
+
+
+def progress(log: Path) -> Sequence[RunStarted | RoundFinished]:
+    """When a run's coordinators began and its rounds ended."""
+    found = read(log).events
+    return [each for each in found if isinstance(each, RunStarted | RoundFinished)]
