@@ -105,6 +105,7 @@ class _SharedFeed:
         if (
             has_news
             or whole
+            or self._page is None  # All news may be in what the run has left.
             or (not self._feed.is_over and now >= self._made + IDLE_SECONDS)
         ):
             self._page, self._made = (

@@ -1,6 +1,8 @@
 """The live page: what it shows, what it sends again, and whom it lets in."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +19,11 @@ from federation.messages import FailureKind
 from monitoring.pages import report
 from monitoring.runs import event_tail, fold_cache
 from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_reader import RunReader
 from monitoring.views import run_fold
 from monitoring.views.run_fold import fold
-from monitoring.web.app import Changes, Shown, live_app
+from monitoring.web import app as web_app
+from monitoring.web.app import Changes, Shown, _SharedFeed, _stream, live_app
 from monitoring.web.run_feed import SECTIONS, Page, RunFeed, charts
 from monitoring.web.run_metrics import RunsCollector
 
@@ -229,6 +233,27 @@ def test_revoked_site_is_called_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+async def _first(stream: AsyncIterator[str]) -> str:
+    return await anext(stream)
+
+
+def test_long_run_that_has_ended_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is in what it left, and there is never any news."""
+    monkeypatch.setattr(fold_cache, "WORTH_BYTES", 1)
+    monkeypatch.setattr(web_app, "LOOK_SECONDS", 0.001)
+    run = RunFolder(tmp_path)
+    _write(run, event_samples.run(Script(rounds=3)))
+    RunReader(run.events).look()
+    assert fold_cache.read(tmp_path) is not None
+    shown = Shown(rows=list, find={}.get, actions={})
+    stream = _stream(_SharedFeed(run, shown, SystemClock()))
+    first = asyncio.run(_first(stream))
+    assert first.startswith("data: ")
+    assert "3/3" in first
+
+
 def test_names_and_messages_are_text(tmp_path: Path) -> None:
     """Whatever a site may choose is escaped wherever the page shows it."""
     run = RunFolder(tmp_path)
