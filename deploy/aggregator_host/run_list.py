@@ -62,7 +62,7 @@ def _numbers(run: RunFolder) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _folded(run: RunFolder, _size: int, _changed_ns: int) -> Mapping[str, Any]:
-    view = run.settled_view(without=(SiteAnswered, SiteFailed, StepTaken))
+    view, damage = run.whole_view(without=(SiteAnswered, SiteFailed, StepTaken))
     sums = None if view.last_evaluated is None else view.last_evaluated.pooled
     return {
         "run_id": view.started.run_id,
@@ -74,6 +74,7 @@ def _folded(run: RunFolder, _size: int, _changed_ns: int) -> Mapping[str, Any]:
         "accuracy": finite(accuracy_of(sums)),
         "is_noisy": has_noise(view.privacy),
         "seconds": view.seconds,
+        **({"error": damage} if damage else {}),
     }
 
 

@@ -33,12 +33,14 @@ class RunNotes:
         num_bytes: Sent and received by the aggregator.
         epsilon: The largest of a round.
         loss: The newest mean held-out loss; None if there is none yet.
+        damage: The first damaged line of the log; see ``EventTail``.
     """
 
     events: list[Event] = field(default_factory=list)
     num_bytes: float = 0.0
     epsilon: float = 0.0
     loss: float | None = None
+    damage: str = ""
 
     def add(self, event: Event) -> None:
         """Add the next event."""
@@ -68,6 +70,7 @@ class _Reader:
                 self._notes = RunNotes()
             for event in events:
                 self._notes.add(event)
+            self._notes.damage = self._tail.damage
             return self._notes
 
 

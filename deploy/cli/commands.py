@@ -226,6 +226,9 @@ def _runs(options: argparse.Namespace) -> int:
     elif rows:
         names = ("run", "job", "status", "rounds", "loss", "accuracy", "folder")
         say_table(names, (_cells(row) for row in rows))
+        for row in rows:
+            if "error" in row:
+                tell(row["error"])
     elif ids := site_runs(options.root):
         tell(
             f"{options.root} belongs to a site, which stores no results of runs. See "

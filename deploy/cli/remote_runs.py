@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +143,8 @@ def _follow(
 ) -> int:
     try:
         with run_progress(options.clock, every=every) as show:
-            last = runs.read(name, partial(_show_event, show), follow=True)
+            take = shown_events(f"events.jsonl of {name}", show)
+            last = runs.read(name, take, follow=True)
     except KeyboardInterrupt:
         tell(f"the run continues; see it with crossfed watch {name}")
         return DONE
@@ -158,13 +158,38 @@ def _follow(
     return int(last["code"])
 
 
-def _show_event(show: "Emit", line: str) -> None:
+def shown_events(
+    log: str, show: "Emit", *, as_lines: bool = False
+) -> Callable[[str | bytes], None]:
+    """Return what takes the lines of a log in order and shows those that are events.
+
+    The first line that is damaged is reported.
+
+    Args:
+        log: The log's name.
+        show: Called with each event.
+        as_lines: Whether to print the lines instead.
+    """
     from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
 
-    with contextlib.suppress(ValueError):
-        event = from_line(line.encode())
-        if event is not None:
+    number, damaged = 0, 0
+
+    def take(line: str | bytes) -> None:
+        nonlocal number, damaged
+        number += 1
+        try:
+            event = from_line(line)
+        except ValueError as error:
+            damaged += 1
+            if damaged == 1:
+                tell(f"{log}, line {number}: {error}; damaged lines are left out")
+            return
+        if as_lines:
+            say(line if isinstance(line, str) else line.decode())
+        elif event is not None:
             show(event)
+
+    return take
 
 
 def logs(options: argparse.Namespace) -> int:
@@ -173,7 +198,8 @@ def logs(options: argparse.Namespace) -> int:
 
     runs = RemoteRuns(options.aggregator, options.clock)
     progress = PlainProgress(sys.stdout, every=1)
-    show = say if options.json else partial(_show_event, progress)
+    log = f"events.jsonl of {options.run}"
+    show = shown_events(log, progress, as_lines=options.json)
     with contextlib.suppress(KeyboardInterrupt), progress:
         runs.read(options.run, show, follow=options.follow)
     return DONE

@@ -104,8 +104,6 @@ def follow(
         look: Called again and again while nothing happens in it.
         is_pause: Whether the caller resumes it if it was stopped: that is no outcome.
     """
-    from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
-
     try:
         _await_start(run, _config(options), options.clock, look)
         every = _evaluation_every(run)
@@ -117,10 +115,9 @@ def follow(
                 look()
 
             over = partial(is_over, run)
+            take = remote_runs.shown_events(str(run.events), show)
             for line in _lines(run, over, options.clock, idle=idle):
-                event = from_line(line)
-                if event is not None:
-                    show(event)
+                take(line)
     except KeyboardInterrupt:
         if not is_over(run) or is_pause():
             watch = _command(options, "watch", run.path.name)
@@ -201,7 +198,8 @@ def _tell_outcome(
     elif run.exists():
         # A job that no site accepts ends before the first event: its message says so.
         with contextlib.suppress(RunNotFound):
-            for text in lines(run.settled_view(), status=status):
+            view, _ = run.whole_view()  # Who followed it has read of any damage.
+            for text in lines(view, status=status):
                 say(text)
         say(f"run         {run.path}")
         if run.report.is_file():
@@ -296,7 +294,7 @@ def _lines(
 def _ps(options: argparse.Namespace) -> int:
     if remote_runs.is_remote(options):
         return _say_rows(options, remote_runs.rows(options))
-    from deploy.aggregator_host import admission, run_queue  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.aggregator_host import admission, run_notes, run_queue  # noqa: PLC0415
     from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
 
     config = _config(options)
@@ -307,6 +305,9 @@ def _ps(options: argparse.Namespace) -> int:
         )
     for one in queue.damaged:
         tell(f"run {one.run.path.name} is not started: {one.reason}")
+    for damage in (run_notes.read(one.run.events).damage for one in queue.runs):
+        if damage:
+            tell(f"{damage}; what that line said is left out")
     now = options.clock.now()
     return _say_rows(options, admission.rows(config, queue.runs, now=now))
 
@@ -361,18 +362,16 @@ def _logs(options: argparse.Namespace) -> int:
     if remote_runs.is_remote(options):
         return remote_runs.logs(options)
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
-    from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
     from monitoring.terminal.progress import PlainProgress  # noqa: PLC0415
 
     run = _find(options)
     progress = PlainProgress(sys.stdout, every=_evaluation_every(run))
     over = partial(is_over, run) if options.follow else lambda: True
     with contextlib.suppress(KeyboardInterrupt), progress:
+        log, as_lines = str(run.events), options.json
+        take = remote_runs.shown_events(log, progress, as_lines=as_lines)
         for line in _lines(run, over, options.clock):
-            if options.json:
-                say(line.decode(errors="replace"))
-            elif (event := from_line(line)) is not None:
-                progress(event)
+            take(line)
             sys.stdout.flush()
     handed = run_queue.read(run)
     if handed is not None and handed.reason:

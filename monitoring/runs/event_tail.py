@@ -1,8 +1,9 @@
 """The events of a run that are new since the last look."""
 
+import contextlib
 import hashlib
 from collections.abc import Collection, Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +20,7 @@ class EventTail:
 
     Attributes:
         damaged: Lines that were left out because they are no events.
+        damage: File and line of the first of them; empty if there is none.
         is_anew: Whether the last look began with the first event: at the first look,
             and when another file has taken the place of the one before, such as a
             backup. Forget what you know then.
@@ -38,7 +40,7 @@ class EventTail:
         self._skipped = self._skipped if only else ()
         self._offset = 0
         self._mark = b""  # Of the bytes before the offset.
-        self.damaged = 0
+        self.damaged, self.damage = 0, ""
         self.is_anew = self.is_gone = False
         self.read = 0.0
 
@@ -77,15 +79,16 @@ class EventTail:
         try:
             with self._path.open("rb") as events:
                 if self._mark != _mark(events, self._offset):
-                    self._offset, self._mark, self.damaged = 0, b"", 0
+                    self._offset, self._mark = 0, b""
+                    self.damaged, self.damage = 0, ""
                 self.is_anew = not self._offset
-                lines = self._lines(events)
+                begin, lines = self._offset, self._lines(events)
                 self._mark = _mark(events, self._offset)
         except FileNotFoundError:
             self.is_anew, self.is_gone, self.read = False, self._offset > 0, 1.0
             return iter(())
         self.is_gone = False
-        return self._events(lines)
+        return self._events(lines, begin)
 
     def _lines(self, events: BinaryIO) -> list[bytes]:
         events.seek(self._offset)
@@ -102,24 +105,38 @@ class EventTail:
         self.read = self._offset / rest if whole and rest else 1.0
         return whole.split(b"\n") if whole else []
 
-    def _events(self, lines: list[bytes]) -> Iterator[Event]:
+    def _events(self, lines: list[bytes], place: int) -> Iterator[Event]:
         for line in lines:
+            place += len(line) + 1
             if line.startswith(self._skipped):
                 continue
             try:
                 event = from_line(line)
-            except ValueError:
+            except ValueError as error:
                 self.damaged += 1
+                self.damage = self.damage or self._where(place, error)
                 continue
             if event is not None:
                 yield event
+
+    def _where(self, end: int, error: ValueError) -> str:
+        """File and number of the line that ends at a place, and what is wrong."""
+        with self._path.open("rb") as events:
+            sizes = [*range(0, end, BLOCK_BYTES), end]
+            blocks = (events.read(b - a) for a, b in pairwise(sizes))
+            number = sum(block.count(b"\n") for block in blocks)
+        return f"{self._path}, line {number}: {error}"
 
     def first_rounds(self) -> list[int]:
         """Find with which round each coordinator begins, in all of the file."""
         with self._path.open("rb") as events:
             starts = [line for line in events if line.startswith(_START)]
-        found = self._events(starts)
-        return [e.first_round for e in found if isinstance(e, RunStarted)]
+        found = list[int]()
+        for line in starts:
+            with contextlib.suppress(ValueError):  # A look counts what is damaged.
+                event = from_line(line)
+                found += [event.first_round] if isinstance(event, RunStarted) else []
+        return found
 
 
 def _mark(events: BinaryIO, offset: int) -> bytes:

@@ -30,6 +30,7 @@ class CachedFold:
         offset: Bytes of the log.
         mark: Digest that a log with these bytes has there; see ``EventTail``.
         damaged: Lines of them that are no events.
+        damage: Where the first of these is.
         state: What was settled.
         events: The events that were not.
         log: The last lines of the run's log.
@@ -38,6 +39,7 @@ class CachedFold:
     offset: int
     mark: str
     damaged: int
+    damage: str
     state: FoldState
     events: Sequence[Event]
     log: Sequence[str]
@@ -50,6 +52,7 @@ def write(folder: Path, found: CachedFold) -> None:
         "offset": found.offset,
         "mark": found.mark,
         "damaged": found.damaged,
+        "damage": found.damage,
         "state": encode(found.state),
         "events": [to_line(event) for event in found.events],
         "log": found.log,
@@ -69,6 +72,7 @@ def read(folder: Path) -> CachedFold | None:
             offset=int(content["offset"]),
             mark=str(content["mark"]),
             damaged=int(content["damaged"]),
+            damage=str(content["damage"]),
             state=decode(content["state"], FoldState, where=NAME),
             events=[event for event in events if event is not None],
             log=[str(line) for line in content["log"]],
@@ -77,4 +81,4 @@ def read(folder: Path) -> CachedFold | None:
 
 
 def _release() -> str:
-    return f"1 {metadata.version('crossfed')}"
+    return f"2 {metadata.version('crossfed')}"

@@ -165,6 +165,33 @@ class RunFolder:
                     return reader.fold.view()
         return self.view(without=without)  # Or what is wrong with it.
 
+    def whole_view(
+        self, *, without: Collection[type[Event]] = ()
+    ) -> tuple[RunView, str]:
+        """The view of what is whole, and where the record is damaged.
+
+        Only for display: what decides how a run goes on reads all of it.
+
+        Args:
+            without: Kinds of events that are not read if the log is short.
+
+        Returns:
+            The view; and file, line and reason of the first damage, or nothing.
+
+        Raises:
+            RunNotFound: There is none, or no event that begins it is whole.
+            StoreUnavailable: The record cannot be read.
+        """
+        try:
+            return self.settled_view(without=without), ""
+        except CorruptObject as damage:
+            with os_errors(StoreUnavailable, f"read {self.events}"):
+                reader = RunReader(self.events)
+                reader.look()
+            if not reader.fold.has_started:
+                raise
+            return reader.fold.view(), str(damage)
+
     def is_ended(self) -> bool:
         """Whether nothing is left to do, by the last line of the record."""
         # Who resumes the run is told what cannot be read.

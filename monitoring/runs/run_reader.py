@@ -52,7 +52,7 @@ class RunReader:
             self.log.extend(found.log)
             self._text.truncate(self._text.seek(0))
             self.tail.go_to(found.offset, found.mark)
-            self.tail.damaged = found.damaged
+            self.tail.damaged, self.tail.damage = found.damaged, found.damage
         self._saved = self.tail.place[0]
 
     def _forget(self, first_rounds: Sequence[int] = ()) -> None:
@@ -144,6 +144,7 @@ class RunReader:
             offset=offset,
             mark=mark,
             damaged=self.tail.damaged,
+            damage=self.tail.damage,
             state=state,
             events=events,
             log=[*self.log],

@@ -134,7 +134,7 @@ class RunFeed:
             sections={
                 **tables,
                 "now": self._now(view, now, state=self._state(is_live=is_live)),
-                "log": _log(self._reader.log, self._reader.tail.damaged),
+                "log": _log(self._reader),
             },
             charts=drawn,
             timeline=timeline(view, sites, now),
@@ -184,11 +184,11 @@ def _late(view: RunView, now: float) -> str:
     return f"{took / max(usual):.1f}" if took > 1.5 * max(usual) else ""
 
 
-def _log(lines: Sequence[str], damaged: int) -> str:
+def _log(reader: RunReader) -> str:
     return (
         report.environment()
         .get_template("log.html.j2")
-        .render(lines=lines, damaged=damaged)
+        .render(lines=reader.log, tail=reader.tail)
     )
 
 

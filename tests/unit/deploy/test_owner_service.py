@@ -276,6 +276,10 @@ def test_verbs_work_elsewhere_with_a_token(
     (path / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
     assert cli.main(["logs", name, *at, "--json"]) == 0
     assert capsys.readouterr().out.splitlines() == lines
+    (path / "events.jsonl").write_bytes(b"\n\xff".join(map(str.encode, lines)) + b"\n")
+    assert cli.main(["logs", name, *at, "--json"]) == 0
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("line 2: ")) == (f"{lines[0]}\n", 1)
     assert cli.main(["stop", name, *at]) == 0
     assert (path / run_queue.STOP).exists()
     run_queue.leave_outcome(

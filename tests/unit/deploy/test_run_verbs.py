@@ -6,15 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import event_samples
 from support.small_jobs import small_job
 
 from cloud_adapters.flower.facts import Connected, not_connected
-from deploy.aggregator_host import config as aggregator_file, run_queue
-from deploy.cli import run_verbs
+from deploy.aggregator_host import config as aggregator_file, run_list, run_queue
+from deploy.cli import commands as cli, run_verbs
 from deploy.exit_codes import STOPPED
 from federation import folder_lock
 from federation.clock import VirtualClock
-from federation.event_log import EventWriter
+from federation.errors import CorruptObject
+from federation.event_log import EventWriter, to_line
 from federation.events import ModelEvaluated, SitesLeftOut, Warned
 from federation.messages import MetricSums
 from monitoring.runs.run_folder import RunFolder
@@ -334,3 +336,38 @@ def test_ps_says_that_no_aggregator_runs(
     with folder_lock.hold(lock, "taken"):
         assert run_verbs._ps(options) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_damaged_log_is_shown_as_far_as_it_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Each verb names file and line once; how the run ended is known elsewhere."""
+    run = RunFolder(tmp_path / "runs" / "small" / "one")
+    run_queue.submit(small_job(), run, at=0.0)
+    lines = [to_line(event).encode() for event in event_samples.two_sites(3)]
+    damaged = [*lines[:-1], b"\xff\x00 garbage", b'{"event": "Warned"', b""]
+    run.events.write_bytes(b"\n".join(damaged))
+    done = run_queue.Outcome(code=0, message="")
+    run_queue.leave_outcome(run, done)
+    where = f"{run.events}, line {len(lines)}: "
+    at = ["--aggregator", str(aggregator_toml(tmp_path))]
+    root = ["--root", str(tmp_path / "runs")]
+    for words, shown in {
+        ("watch", "one", *at): "completed",
+        ("logs", "one", *at): "round  3/3",
+        ("ps", *at): "completed",
+        ("runs", *root): "3/3",
+    }.items():
+        assert cli.main([*words]) == 0, words
+        told = capsys.readouterr()
+        assert shown in told.out, words
+        assert told.err.count(where) == 1, words
+    assert cli.main(["logs", "one", *at, "--json"]) == 0
+    told = capsys.readouterr()
+    assert told.out.encode().splitlines() == lines[:-1]
+    assert told.err.count(where) == 1
+    row = run_list.summary(run)
+    assert row["status"] == "completed"
+    assert row["error"].startswith(where)
+    with pytest.raises(CorruptObject, match=f"line {len(lines)}"):
+        run.anchors()  # What a run continues from is never read in part.

@@ -83,7 +83,9 @@ def test_damaged_and_torn_lines_cost_only_themselves(tmp_path: Path) -> None:
     run.events.write_bytes(b"".join([*lines[:5], b'{"event": \xff\n', *lines[5:]]))
     feed = RunFeed(run)
     assert _page(feed).state == "interrupted"
-    assert "1 damaged line of events.jsonl" in _page(feed).sections["log"]
+    shown = _page(feed).sections["log"]
+    assert "1 damaged line of events.jsonl" in shown
+    assert f"{run.events}, line 6: " in shown
     with run.events.open("ab") as log:
         log.write(last[:10])
         log.flush()
