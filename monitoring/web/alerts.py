@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from monitoring.privacy_words import NOISY, plus_minus
 from monitoring.units import format_duration, format_number
 from monitoring.views.round_view import RUNNING
 from monitoring.views.run_view import COMPLETED
@@ -121,16 +122,22 @@ def _of_round(name: str, about: str, run: RunNumbers, now: float) -> Iterator[Al
 
 
 def _of_budget(name: str, about: str, run: RunNumbers) -> Iterator[Alert]:
+    """Alert where the budget will not last: a run that goes to plan may spend it all.
+
+    Epsilon grows ever more slowly, so that the cost of the last round is an upper bound
+    of that of others: half of the rounds that are left leaves room for that.
+    """
     spent, cap = run.values.get("epsilon"), run.values.get("epsilon_cap")
-    if spent is None or not cap:
+    if spent is None or not cap or run.rounds_affordable >= run.rounds_left / 2:
         return
     for share in BUDGET_SHARES:
         if spent >= share * cap:
             yield Alert(
                 key=f"{name}/epsilon/{share}",
                 text=f"{about} has spent epsilon {format_number(spent)} of "
-                f"{format_number(cap)} ({spent / cap:.0%}). When all is spent it ends "
-                "with the last model that the budget allows.",
+                f"{format_number(cap)} ({spent / cap:.0%}): that lasts for about "
+                f"{math.floor(run.rounds_affordable)} of the {run.rounds_left} rounds "
+                "left. The run then ends with the last model that the budget allows.",
             )
             return
 
@@ -146,10 +153,15 @@ def _of_loss(name: str, about: str, run: RunNumbers) -> Iterator[Alert]:
         yield Alert(
             key=f"{name}/loss/rising",
             text=f"{about}: the held-out loss is "
-            f"{format_number(run.values['loss'])}, and its best was "
-            f"{format_number(run.best_loss)}. Look at its curve, and stop it with "
-            f"crossfed stop {name} if it diverges.",
+            f"{_with_noise(run.values['loss'], run.values.get('loss_noise', 0.0))}, "
+            f"and its best was {_with_noise(run.best_loss, run.best_noise)}. "
+            f"Look at its curve, and stop it with crossfed stop {name} if it diverges.",
         )
+
+
+def _with_noise(loss: float, noise: float) -> str:
+    text = format_number(loss)
+    return f"{NOISY}{text}{plus_minus(noise)}" if noise else text
 
 
 def of_caps(

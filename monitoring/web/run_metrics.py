@@ -26,6 +26,7 @@ from federation.events import (
     SiteFailed,
 )
 from federation.messages import FailureKind
+from monitoring import privacy_words
 from monitoring.runs.event_tail import EventTail
 from monitoring.runs.run_folder import RunFolder
 from monitoring.terminal.progress import DECLINED
@@ -34,6 +35,9 @@ from monitoring.views.site_view import spent_by_site
 
 MAX_RUNS, MAX_SITES = 20, 200
 WORSE_FACTOR = 1.5  # Of the best loss, for one that is much worse.
+# Standard deviations of its noise that a loss is believed to be off by, at most: the
+# lowest of many noisy losses is far too low.
+MOST_NOISE = 3.0
 _NOT_SILENT = DECLINED | {FailureKind.SURPLUS}
 OTHER_SITES = "other"  # The name that further sites share.
 
@@ -60,8 +64,12 @@ class RunNumbers:
         recent_seconds: Durations of the last rounds.
         is_between_rounds: Whether the newest round has ended.
         silent: Rounds in a row that a site has missed.
-        best_loss: The lowest held-out loss so far.
-        worse: Evaluations in a row that are much worse than that.
+        rounds_affordable: For how many more rounds the privacy budget lasts if each
+            costs as much as the last one; infinite if nothing was spent.
+        rounds_left: Rounds of the job after the last one that ended.
+        best_loss: The lowest held-out loss so far, noise considered.
+        best_noise: Standard deviation of its noise, in nats.
+        worse: Evaluations in a row that are much worse than that, whatever the noise.
         is_not_finite: Whether the newest loss is NaN or infinite.
     """
 
@@ -80,10 +88,15 @@ class RunNumbers:
     recent_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     is_between_rounds: bool = True
     silent: Counter[str] = field(default_factory=Counter)
+    rounds_affordable: float = math.inf
+    rounds_left: int = 0
     best_loss: float = math.inf
+    best_noise: float = 0.0
     worse: int = 0
     is_not_finite: bool = False
     _named: set[str] = field(default_factory=set)
+    _planned: PrivacyPlanned | None = None
+    _epsilon_before: float = 0.0  # When the last round ended.
 
     def add(self, event: Event) -> None:
         """Add the next event."""
@@ -116,6 +129,7 @@ class RunNumbers:
                 self.values["round_started_timestamp_seconds"] = event.at
                 self.is_between_rounds = False
             case PrivacyPlanned():
+                self._planned = event
                 caps = [site.epsilon_cap for site in event.sites]
                 self._set("epsilon_cap", max(caps, default=None))
             case RunFinished():
@@ -124,17 +138,32 @@ class RunNumbers:
     def _evaluate(self, event: ModelEvaluated) -> None:
         loss = loss_of(event.pooled)
         self._set("loss", loss)
+        noise = self._noise(event)
+        self._set("loss_noise", None if loss is None else noise)
         if loss is not None:
-            self._judge(loss)
+            self._judge(loss, noise)
         self._set("accuracy", accuracy_of(event.pooled))
         self._count_bytes(sum(event.bytes_up), sum(event.bytes_down))
         for site, spent in spent_by_site(event):
             self._charge(site, spent.epsilon)
 
-    def _judge(self, loss: float) -> None:
+    def _noise(self, event: ModelEvaluated) -> float | None:
+        """Standard deviation of the noise on the loss; None if it is not known."""
+        if event.pooled.count > 0 and not privacy_words.count_noise(
+            self._planned, event
+        ):
+            return 0.0
+        return privacy_words.loss_noise(self._planned, event)
+
+    def _judge(self, loss: float, noise: float | None) -> None:
         self.is_not_finite = not math.isfinite(loss)
-        self.worse = self.worse + 1 if loss > WORSE_FACTOR * self.best_loss else 0
-        self.best_loss = min(loss, self.best_loss)
+        if noise is None:
+            return
+        best = self.best_loss + MOST_NOISE * self.best_noise
+        is_worse = loss - MOST_NOISE * noise > WORSE_FACTOR * best
+        self.worse = self.worse + 1 if is_worse else 0
+        if loss + MOST_NOISE * noise < best:
+            self.best_loss, self.best_noise = loss, noise
 
     def _end_round(self, event: RoundFinished) -> None:
         self.ended[event.status] += 1
@@ -142,6 +171,13 @@ class RunNumbers:
         self.recent_seconds.append(event.seconds)
         self.is_between_rounds = True
         self._count_bytes(event.bytes_up, event.bytes_down)
+        self.rounds_left = self.rounds - event.round_index
+        cap, spent = self.values.get("epsilon_cap"), self.values.get("epsilon", 0.0)
+        if cap and spent > self._epsilon_before:
+            cost = spent - self._epsilon_before
+            self.rounds_affordable = max(0.0, cap - spent) / cost
+            self.values["rounds_affordable"] = self.rounds_affordable
+        self._epsilon_before = spent
 
     def _answer(self, event: SiteAnswered) -> None:
         site = self._name(event.site)
@@ -226,9 +262,17 @@ _FAMILIES = (
     _gauge("round", "The newest round that began, from 1."),
     _gauge("round_started_timestamp_seconds", "When that round began."),
     _gauge("loss", "Mean held-out loss of the newest evaluated model."),
+    _gauge(
+        "loss_noise",
+        "Standard deviation of the noise on that loss; absent if it is not known.",
+    ),
     _gauge("accuracy", "Held-out accuracy of the newest evaluated model, 0 to 1."),
     _gauge("epsilon", "Largest epsilon that a site has reported to have spent."),
     _gauge("epsilon_cap", "Largest epsilon that a site may spend."),
+    _gauge(
+        "rounds_affordable",
+        "For how many more rounds that lasts if each costs as much as the last one.",
+    ),
     _Family(
         name="run_rounds_ended",
         text="Rounds that ended, repeated ones included.",

@@ -2,12 +2,19 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from support import event_samples
 from support.event_samples import START, Script
 
-from federation.events import Event, ModelEvaluated, RoundStarted
+from federation.events import (
+    Event,
+    ModelEvaluated,
+    PrivacyPlanned,
+    RoundStarted,
+    SiteAnswered,
+)
 from federation.messages import FailureKind, MetricSums
 from monitoring.web import alerts
 from monitoring.web.alerts import HostFacts
@@ -76,10 +83,52 @@ def test_site_that_misses_rounds_in_a_row(kind: FailureKind) -> None:
 
 @pytest.mark.parametrize(("share", "key"), [(0.79, None), (0.81, "0.8"), (1.0, "1.0")])
 def test_budget(share: float, key: str | None) -> None:
-    run = _run(_going(epsilon_cap=8.0))
-    run.values["epsilon"] = share * 8.0
+    """Of a budget that will not last; see the next test for those that do."""
+    run = _run(_going(epsilon_cap=8.0, rounds=20, stop_after=8, budget_rounds=10))
+    run.values["epsilon"], run.rounds_affordable = share * 8.0, 2.0
     expected = set() if key is None else {f"r/epsilon/{key}"}
     assert _keys(run, START) == expected
+
+
+@pytest.mark.parametrize(("budget_rounds", "expected"), [(60, False), (40, True)])
+def test_budget_that_lasts_by_plan(budget_rounds: int, *, expected: bool) -> None:
+    """Epsilon that grows with rounds or with their root, up to the cap in the last."""
+    for power in (1.0, 0.5):
+        run, seen, answered = RunNumbers(), set[str](), dict[str, int]()
+        for event in _going(epsilon_cap=8.0, rounds=60):
+            changed = event
+            if isinstance(event, SiteAnswered) and event.spent is not None:
+                answered[event.site] = answered.get(event.site, 0) + 1
+                share = min(1.0, answered[event.site] / budget_rounds)
+                spent = replace(event.spent, epsilon=8.0 * share**power)
+                changed = replace(event, spent=spent)
+            run.add(changed)
+            seen |= _keys(run, event.at)
+        assert run.values["epsilon"] == 8.0
+        assert any("/epsilon/" in key for key in seen) is expected, power
+
+
+def test_noise_alone_makes_no_loss_rise() -> None:
+    """Its lowest value is far too low, and often 0; a real rise still counts."""
+    planned = next(
+        event for event in event_samples.private() if isinstance(event, PrivacyPlanned)
+    )
+    site = replace(planned.sites[0], site="a", held_out_noise=30.0)
+    run = _run([*_going(rounds=1)[:1], replace(planned, sites=(site,))])
+
+    def evaluated(loss: float) -> set[str]:
+        sums = MetricSums(count=1000, loss_sum=1000 * loss, metrics={"correct": 900})
+        run.add(replace(_evaluated(1.0), pooled=sums, sites=("a",)))
+        return _keys(run, START)
+
+    for loss in (0.6, 0.0, *[0.9] * 6):
+        assert evaluated(loss) == set(), loss
+    for _ in range(3):
+        found = evaluated(9.0)
+    assert found == {"r/loss/rising"}
+    (alert,) = alerts.of_run("r", run, START)
+    assert "~9.000 +-" in alert.text
+    assert "best was ~0.000 +-" in alert.text
 
 
 def _evaluated(loss: float) -> ModelEvaluated:
