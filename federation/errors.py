@@ -220,7 +220,21 @@ class MissingExtra(FederationError):
 
 
 class QuorumNotMet(FederationError):
-    """Too few sites answered for too many rounds in a row."""
+    """Too few sites answered for too many rounds in a row.
+
+    Attributes:
+        fault: What happened, without what to do.
+    """
+
+    def __init__(self, fault: str, advice: str = "") -> None:
+        """Make one; the message says both.
+
+        Args:
+            fault: What happened.
+            advice: What to do.
+        """
+        super().__init__(f"{fault}; {advice}" if advice else fault)
+        self.fault = fault
 
 
 class RunConflict(FederationError):

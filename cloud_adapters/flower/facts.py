@@ -51,6 +51,7 @@ class Connected:
         seconds: For how long at most, from then on.
         absent: Of those that it waits for, the ones that are not connected.
         what: What waits for them, as a subject; empty before the run begins.
+        revoked: Of those that it waits for, the ones that were revoked.
     """
 
     there: tuple[str, ...]
@@ -58,10 +59,12 @@ class Connected:
     seconds: float
     absent: tuple[str, ...] = ()
     what: str = ""
+    revoked: tuple[str, ...] = ()
 
     def lack(self, site: str) -> str:
         """Name a site that is waited for, and what it lacks."""
         lacks = "not connected" if site in self.absent else "has not answered"
+        lacks = "revoked" if site in self.revoked else lacks
         return f"{site} ({lacks}{f': {self.what} waits' if self.what else ''})"
 
 

@@ -136,7 +136,7 @@ class FlowerGrid:
         self._delivery = delivery
         self._stopped = stopped
         self._known, self._quorum = attendance.known, attendance.quorum
-        self._tell = attendance.tell
+        self._tell, self._revoked = attendance.tell, attendance.revoked
         self._answers = Answers(delivery.frames)
         # When the node of a site had been let in that was last asked something.
         self._activations: dict[SiteId, str | None] = {}
@@ -185,7 +185,7 @@ class FlowerGrid:
         self._num_sent += len(tasks)
         sites = {task.site for task in tasks} & self._nodes.keys()
         self._presence.await_return(
-            {self._nodes[site] for site in sites},
+            {self._nodes[site] for site in sites - self._revoked()},
             deadline_seconds,
             partial(self._tell_awaited, tasks),
         )
@@ -544,6 +544,8 @@ class FlowerGrid:
     def _fail(
         self, batch: Batch, question: Question, kind: FailureKind, text: str
     ) -> None:
+        is_revoked = question.task.site in self._revoked()
+        text = "the site was revoked" if is_revoked else text
         self._settle(batch, question, failure(question.task, kind, text))
 
     def _settle(

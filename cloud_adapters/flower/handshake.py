@@ -87,6 +87,7 @@ class Attendance:
             of the others has shown that it works on its answer; None to take in nobody
             who comes later.
         tell: Called whenever other sites are there or connected.
+        revoked: Returns the sites that are shut out by now: nothing waits for them.
     """
 
     handshake: Handshake | None = None
@@ -97,6 +98,7 @@ class Attendance:
     connect_seconds: float = CONNECT_SECONDS
     spare_seconds: float | None = None
     tell: Tell = field(default=lambda _found: None)
+    revoked: Callable[[], frozenset[SiteId]] = frozenset
 
     def find_nodes(
         self,

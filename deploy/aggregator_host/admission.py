@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -12,6 +12,7 @@ from typing import Any
 from cloud_adapters.flower.facts import FlowerRun, not_connected
 from deploy.aggregator_host import owners, run_notes, run_queue, scheduler
 from deploy.aggregator_host.config import AggregatorConfig
+from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.aggregator_host.owners import Owner, Owners, Usage
 from deploy.aggregator_host.run_queue import Queue, QueuedRun
 from deploy.aggregator_host.scheduler import Candidate, Plan, Rules, Share, Wait
@@ -137,7 +138,7 @@ def rows(
     order = admission(config, runs, None, now=now, lengths=True)
     waits, starts = order.plan().waits, order.forecast()
     mine = [one for one in runs if owner is None or one.request.owner == owner]
-    names = {one.name for one in mine}
+    names, gone = {one.name for one in mine}, revoked(config)
     found: list[dict[str, Any]] = []
     for one in mine:
         wait, begins = waits.get(one.name), starts.get(one.name)
@@ -151,7 +152,7 @@ def rows(
                 "age_seconds": max(0.0, now - one.request.at),
                 "rounds": one.rounds,
                 "loss": one.loss,
-                "without": one.away,
+                "without": _without(one, gone),
                 "back": one.back,
                 "waits": "" if wait is None else wait.text(names.__contains__),
                 "starts_in_seconds": (
@@ -161,6 +162,23 @@ def rows(
             }
         )
     return found
+
+
+def revoked(config: AggregatorConfig) -> frozenset[str]:
+    """Names of the revoked sites; none where that cannot be read."""
+    try:
+        return BookFile(folder=config.folder).read().revoked_names
+    except FederationError:  # Verbs and the service say what is damaged.
+        return frozenset()
+
+
+def _without(one: QueuedRun, revoked_sites: Collection[str]) -> list[str]:
+    """Sites that a run does without or waits for, each with the reason."""
+    if one.outcome is not None:
+        return []
+    gone = [site for site in one.request.sites if site in revoked_sites]
+    rest = (text for text in one.away if text.partition(" (")[0] not in gone)
+    return [*(f"{site} (revoked)" for site in gone), *rest]
 
 
 def queue(config: AggregatorConfig, *, now: float) -> list[dict[str, Any]]:

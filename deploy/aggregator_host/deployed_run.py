@@ -6,6 +6,7 @@ knows of their data is learned from their introductions, or not at all.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -19,14 +20,16 @@ from clients.user_code import unable_to_exit
 from cloud_adapters.flower.facts import Connected
 from deploy import audit_log
 from deploy.aggregator_host import run_queue
+from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.aggregator_host.handshake import SignedHandshake
-from deploy.aggregator_host.parties import Parties, check, fewest
+from deploy.aggregator_host.parties import Parties, cannot_continue, check, fewest
 from deploy.wiring import parts as wiring, store_meters
 from deploy.wiring.begun_run import check_engine
 from deploy.wiring.rehearsal import dropout_notice, predicted, traffic_of
 from deploy.wiring.run import ConnectedSites, Run, SecureContext
 from deploy.wiring.run_record import RunRecord
 from deploy.wiring.store_meters import StoreMeters
+from federation.errors import FederationError, QuorumNotMet
 from federation.events import Emit, Event, SitePrivacy, SitesIntroduced, Warned
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
@@ -183,8 +186,18 @@ class DeployedRun:
         """Note something for people."""
         self._record.emit(Warned(at=self._clock.now(), message=text))
 
+    def revoked(self) -> frozenset[SiteId]:
+        """Sites whose keys in the run's roster are revoked by now."""
+        try:
+            book = BookFile(folder=run_queue.folder_of(self._run)).read()
+        except FederationError:  # Verbs and the service say what is damaged.
+            return self._parties.revoked
+        return book.revoked_sites(self._parties.roster)
+
     def note_connected(self, found: Connected) -> None:
         """Note for people which sites the run waits for."""
+        gone = self.revoked().intersection(found.missing)
+        found = replace(found, revoked=tuple(sorted(gone)))
         run_queue.note_connected(self._run, found)
         if found.what and found.missing:
             text = (
@@ -192,7 +205,14 @@ class DeployedRun:
                 f"{format_duration(found.seconds)} for {', '.join(found.missing)}, "
                 f"which {'is' if len(found.missing) == 1 else 'are'} disconnected"
             )
+            if found.revoked:
+                text += f"; revoked: {', '.join(found.revoked)}"
             self.warn(text)
+
+    def failed(self, error: QuorumNotMet) -> QuorumNotMet:
+        """The error; where revoked sites forbid to resume, with that as its advice."""
+        fault = cannot_continue(self._job, self.revoked())
+        return QuorumNotMet(error.fault, fault) if fault else error
 
     def _can_spare_sites(self) -> bool:
         """Whether a started run can continue without some of its sites.
@@ -316,12 +336,15 @@ class DeployedRun:
 
     def _coordinate(self, grid: Grid) -> RunState:
         self._handshake.promised = {one.site: one for one in self._promises()}
-        return self._assembly.drive(
-            ConnectedSites(engine=DEPLOYED, grid=grid),
-            secret=self._secret(),
-            introduced=self._handshake.data,
-            anchors=self._anchors,
-        )
+        try:
+            return self._assembly.drive(
+                ConnectedSites(engine=DEPLOYED, grid=grid),
+                secret=self._secret(),
+                introduced=self._handshake.data,
+                anchors=self._anchors,
+            )
+        except QuorumNotMet as error:
+            raise self.failed(error) from error.__cause__
 
 
 def _built(job: JobSpec, *, is_new: bool) -> Federation:

@@ -115,11 +115,11 @@ def _of_runs(
     config: AggregatorConfig, collector: "RunsCollector", now: float
 ) -> Iterator["Alert"]:
     """Alerts of runs that go on, or have ended not long ago."""
-    from deploy.aggregator_host import admission, owners, run_list, run_queue  # noqa: PLC0415
+    from deploy.aggregator_host import admission, owners, run_queue  # noqa: PLC0415
     from monitoring.web import alerts  # noqa: PLC0415
     from monitoring.web.run_metrics import RunNumbers  # noqa: PLC0415
 
-    known, gone = collector.look(), run_list.revoked(config)
+    known, gone = collector.look(), admission.revoked(config)
     runs = run_queue.handed_over(config.runs).runs
     for owner in owners.read(config.folder).owners:
         if owner.quota == owners.Usage():

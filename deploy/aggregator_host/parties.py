@@ -3,6 +3,7 @@
 Nothing here imports torch: ``crossfed run`` hands a job over and trains nothing.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -183,14 +184,22 @@ def _check_revoked(job: JobSpec, revoked: frozenset[SiteId], *, resumed: bool) -
             "privacy, sites that were in a sum with it refuse such a job",
             key="sites",
         )
-    if len(job.sites) - len(gone) < fewest(job):
-        # A site that comes back has new keys, and the run's roster pins the old ones.
-        raise JobError(
-            f"revoked: {names}; this run needs {fewest(job)} of its {len(job.sites)} "
-            "sites to continue: invite them again with crossfed aggregator invite SITE "
-            "and start a new run",
-            key="sites",
-        )
+    fault = cannot_continue(job, revoked)
+    if fault:
+        raise JobError(fault, key="sites")
+
+
+def cannot_continue(job: JobSpec, revoked: Collection[str]) -> str:
+    """Why a run that has begun cannot do without revoked sites; empty if it can."""
+    gone = [site.name for site in job.sites if site.name in revoked]
+    if not gone or len(job.sites) - len(gone) >= fewest(job):
+        return ""
+    # A site that comes back has new keys, and the run's roster pins the old ones.
+    return (
+        f"revoked: {', '.join(gone)}; this run needs {fewest(job)} of its "
+        f"{len(job.sites)} sites to continue: invite them again with crossfed "
+        "aggregator invite SITE and start a new run"
+    )
 
 
 def fewest(job: JobSpec) -> int:

@@ -8,9 +8,8 @@ from typing import Any
 
 from deploy.aggregator_host import admission, run_queue
 from deploy.aggregator_host.config import AggregatorConfig
-from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.aggregator_host.parties import Parties, check
-from federation.errors import FederationError, RunNotFound, StoreError
+from federation.errors import RunNotFound, StoreError
 from federation.events import SiteAnswered, SiteFailed, StepTaken
 from federation.protocols import Clock
 from monitoring.privacy_words import has_noise
@@ -98,17 +97,9 @@ def of_aggregator(
     actions = {"stop": stop, "resume": resume}
     return replace(
         shown(config.runs, actions, run),
-        revoked=lambda: revoked(config),
+        revoked=lambda: admission.revoked(config),
         queue=lambda: admission.queue(config, now=clock.now()),
     )
-
-
-def revoked(config: AggregatorConfig) -> frozenset[str]:
-    """Names of the revoked sites; none where that cannot be read."""
-    try:
-        return BookFile(folder=config.folder).read().revoked_names
-    except FederationError:  # Verbs and the service say what is damaged.
-        return frozenset()
 
 
 def shown(

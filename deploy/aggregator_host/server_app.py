@@ -265,6 +265,7 @@ def _connector(
                 connect_seconds=config.file.connect_seconds,
                 spare_seconds=None if behind else spare_seconds,
                 tell=deployed.note_connected,
+                revoked=deployed.revoked,
             ),
             delivery=Delivery(
                 frames=frames,

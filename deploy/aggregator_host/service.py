@@ -320,6 +320,7 @@ class AggregatorService:
         is_busy = any(one.run.is_locked() for one in queue.damaged)
         if is_busy or all(one.outcome is not None for one in queue.runs):
             return
+        self._tell_revoked(queue.runs)
         self._end_dead(control, queue.runs)
         flower, now = control.runs(), self.clock.now()
         working = [one for one in queue.runs if one.works(flower)]
@@ -341,6 +342,16 @@ class AggregatorService:
                 self.listener(f"run {run.path.name} waits for its next turn")
             else:
                 self._start(control, action, run)
+
+    def _tell_revoked(self, runs: Iterable[QueuedRun]) -> None:
+        gone = admission.revoked(self.config)
+        for one in runs:
+            for site in gone.intersection(one.request.sites):
+                if one.outcome is None:
+                    self._tell_once(
+                        f"site {site} of run {one.run.path.name} was revoked: the run "
+                        "goes on without it, or fails if it needs all of its sites"
+                    )
 
     def _ask_to_yield(self, runs: Iterable[QueuedRun]) -> None:
         for one in runs:

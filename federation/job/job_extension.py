@@ -100,6 +100,11 @@ def check_extension(before: JobSpec, after: JobSpec) -> tuple[str, ...]:
     return joined
 
 
+def may_have_more_rounds(job: JobSpec) -> bool:
+    """Whether a run of the job can be extended by rounds."""
+    return not _dependents(job)
+
+
 def joining_fault(before: JobSpec, after: JobSpec) -> str:
     """Why a site may not join a run while it trains; empty if it may."""
     try:

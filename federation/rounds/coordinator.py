@@ -33,6 +33,7 @@ from federation.errors import (
 )
 from federation.ids import RunId, SiteId
 from federation.job.evaluation_job import evaluates_only
+from federation.job.job_extension import may_have_more_rounds
 from federation.job.spec import JobSpec
 from federation.job.statistics_checks import planned_rounds
 from federation.members import Members, Standing
@@ -426,8 +427,8 @@ def _not_evaluated(job: JobSpec, verdicts: RoundVerdicts) -> FederationError:
         return _out_of_budget(verdicts)
     return QuorumNotMet(
         f"too few sites evaluated the model (the quorum is {job.minimum_sites} of "
-        f"{len(job.sites)} sites); {_said(verdicts.complaints)}fix the cause, then "
-        "continue with --resume"
+        f"{len(job.sites)} sites){_said(verdicts.complaints)}",
+        "fix the cause, then continue with --resume",
     )
 
 
@@ -448,13 +449,13 @@ def _check_progress(
         raise QuorumNotMet(
             f"{state.lost_in_a_row} rounds in a row had no result, the last of them "
             f"round {state.round_index} (the quorum is {job.minimum_sites} of "
-            f"{job.cohort_size} sites); {_said(complaints)}"
-            f"{_what_is_left(job, parts, state)}"
+            f"{job.cohort_size} sites){_said(complaints)}",
+            _what_is_left(job, parts, state),
         )
 
 
 def _said(complaints: Sequence[str]) -> str:
-    return f"{_first(complaints)}; " if complaints else ""
+    return f"; {_first(complaints)}" if complaints else ""
 
 
 def _first(complaints: Sequence[str]) -> str:
@@ -469,11 +470,20 @@ def _what_is_left(job: JobSpec, parts: ServerParts, state: RunState) -> str:
     safe = "the model of the last completed round is safe in the checkpoints"
     left = job.rounds - state.round_index
     if left <= 0 or any(guest.is_over(state) for guest in parts.guests):
-        return f"{safe}. No round is left: fix the cause, then add some with --extend"
+        more = (
+            "add some with --extend"
+            if may_have_more_rounds(job)
+            else "start a new run from its model (model.weights)"
+        )
+        return f"{safe}. No round is left: fix the cause, then {more}"
+    more = (
+        ", or with --extend to add rounds for those that were lost"
+        if may_have_more_rounds(job)
+        else ""
+    )
     return (
         f"{safe}. Fix the cause, then continue with --resume from round "
-        f"{state.round_index + 1} of {job.rounds}, or with --extend to add rounds for "
-        "those that were lost"
+        f"{state.round_index + 1} of {job.rounds}{more}"
     )
 
 
@@ -489,8 +499,8 @@ def _check_result(
         )
         raise QuorumNotMet(
             f"{none} result (the quorum is "
-            f"{job.minimum_sites} of {job.cohort_size} sites); "
-            f"{_said(complaints)}nothing was trained"
+            f"{job.minimum_sites} of {job.cohort_size} sites){_said(complaints)}",
+            "nothing was trained",
         )
 
 

@@ -87,7 +87,10 @@ def of_run(
             else "It completed no round: fix that, and submit it again with crossfed "
             "run JOB."
         )
-        yield Alert(key=f"{name}/failed", text=f"{about} has failed{why}{advice}")
+        if "--resume" in reason or "new run" in reason:
+            advice = ""  # The reason says what its run allows.
+        text = f"{about} has failed{why}{advice}".rstrip()
+        yield Alert(key=f"{name}/failed", text=text)
     yield from _of_budget(name, about, run)
     if status != RUNNING:
         return

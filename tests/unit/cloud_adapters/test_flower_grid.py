@@ -649,6 +649,26 @@ def test_round_waits_for_a_node_that_restarts(
     assert (last.missing, {*last.there}) == ((), {"one", "two", "three"})
 
 
+def test_revoked_site_is_named_and_not_awaited(beating: Beating, clock: VirtualClock):
+    """Although a quorum needs it: it does not come back."""
+    gone = set[SiteId]()
+    grid = make_grid(
+        beating,
+        clock,
+        handshake=NamesRead(),
+        quorum=3,
+        revoked=lambda: frozenset(gone),
+    )
+    stop_beating(beating, clock, 20)
+    clock.sleep(30.0)
+    gone.add(SiteId("one"))
+    before = clock.now()
+    replies = exchange(grid, seconds=600.0)
+    (silent,) = [r.message for r in replies if r.message.site == "one"]
+    assert silent.message == "the site was revoked"
+    assert clock.now() - before < 15.0
+
+
 def test_node_that_leaves_between_two_looks_costs_one_round(
     beating: Beating, clock: VirtualClock
 ):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.enrolments import Federation
 from support.small_jobs import small_job
 
 from cloud_adapters.flower import simulation as flower_simulation
@@ -131,6 +132,28 @@ def test_the_log_says_how_a_run_ended(tmp_path: Path):
     for _ in range(2):
         service._schedule(control)
     assert told == ["run now is started", "run now failed: east refuses"]
+
+
+def test_the_log_says_which_site_of_a_run_was_revoked(tmp_path: Path):
+    """Once, while the run has not ended."""
+    told, federation = list[str](), Federation(folder=tmp_path)
+    for name in ("site-0", "site-1"):
+        federation.site(name)
+    service = AggregatorService(
+        config=federation.config,
+        config_path=tmp_path,
+        clock=VirtualClock(),
+        listener=told.append,
+    )
+    run = RunFolder(federation.config.runs / "a" / "now")
+    run_queue.submit(small_job(num_sites=2), run, at=0.0)
+    control: Any = Answering()
+    service._schedule(control)
+    federation.revoke("site-1")
+    for _ in range(2):
+        service._schedule(control)
+    (line,) = [line for line in told if "revoked" in line]
+    assert "site-1 of run now" in line
 
 
 def test_a_coordinator_that_hangs_is_ended_and_its_sites_are_free(tmp_path: Path):

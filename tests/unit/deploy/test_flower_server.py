@@ -14,7 +14,7 @@ from cloud_adapters.flower.facts import Connected
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.transport.frames import Frames
 from deploy import exit_codes
-from deploy.aggregator_host import run_queue
+from deploy.aggregator_host import admission, run_queue
 from deploy.aggregator_host.deployed_run import DeployedRun
 from deploy.aggregator_host.enrolment_book import BookFile, EnrolledSite, EnrolmentBook
 from deploy.aggregator_host.parties import Parties
@@ -22,6 +22,7 @@ from federation.clock import SystemClock
 from federation.errors import (
     FederationError,
     JobError,
+    QuorumNotMet,
     RunConflict,
     RunStopped,
     SiteError,
@@ -174,6 +175,36 @@ def test_a_run_that_waits_for_a_killed_site_says_so(
     assert away(run) == ["site-1 (not connected: round 7 waits)"]
     deployed.note_connected(Connected(there=(*there, *gone), missing=(), seconds=0.0))
     assert (len(heard), away(run)) == (1, [])
+
+
+def test_site_that_is_revoked_while_a_run_goes_on(
+    submitted: tuple[Federation, RunFolder],
+):
+    """It is named as that where the run waits, in ``ps``, and when the run fails."""
+    federation, _ = submitted
+    run = RunFolder(federation.config.runs / "small" / "one")
+    run_queue.submit(small_job(num_sites=2), run, at=0.0)
+    heard = list[Event]()
+    parties = Parties.of_run(federation.aggregator, run)
+    deployed = DeployedRun(run, parties, clock=SystemClock(), listeners=[heard.append])
+    assert deployed.revoked() == frozenset()
+    federation.revoke("site-1")
+    assert deployed.revoked() == {"site-1"}
+    found = Connected(there=("site-0",), missing=("site-1",), seconds=60.0, what="it")
+    deployed.note_connected(found)
+    (warned,) = heard
+    assert isinstance(warned, Warned)
+    assert warned.message.endswith("revoked: site-1")
+    assert away(run) == ["site-1 (revoked: it waits)"]
+    (row,) = admission.rows(
+        federation.config, run_queue.handed_over(federation.config.runs).runs, now=0.0
+    )
+    assert row["without"] == ["site-1 (revoked)"]
+
+    lost = QuorumNotMet("3 rounds had no result", "continue with --resume")
+    told = str(deployed.failed(lost))
+    assert told.startswith("3 rounds had no result; revoked: site-1")
+    assert "--resume" not in told
 
 
 def away(run: RunFolder) -> list[str]:

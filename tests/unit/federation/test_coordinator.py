@@ -417,6 +417,18 @@ def test_lost_rounds_at_the_end_leave_none_to_resume():
         run.run()
 
 
+@pytest.mark.parametrize("rounds", [4, 9])
+def test_no_extension_is_advised_that_would_be_refused(rounds: int):
+    """A schedule that ends with the last round allows none."""
+    job = toy.job({"rounds": rounds, "training": {"learning_rate": {"name": "cosine"}}})
+    run = toy.Toy(job=job, **failing((A, 2), (A, 3), (A, 4)))
+    with pytest.raises(QuorumNotMet) as caught:
+        run.run()
+    assert "--extend" not in str(caught.value)
+    assert ("--resume" in str(caught.value)) is (rounds == 9)
+    assert ("model.weights" in str(caught.value)) is (rounds == 4)
+
+
 def test_run_that_another_coordinator_goes_on_with_has_not_failed():
     """Its record says that this attempt has ended, and nothing of the run's end."""
     run = toy.Toy(job=toy.job({"rounds": 6}), **failing((A, 2), (A, 3), (A, 4)))

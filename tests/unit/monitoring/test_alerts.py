@@ -164,6 +164,9 @@ def test_failed_run(*, has_round: bool) -> None:
     assert f"has failed: {why}. " in alert.text
     assert ("--resume" in alert.text) is has_round
     assert ("completed no round" in alert.text) is not has_round
+    refused = "revoked: 'b'; invite it again, and start a new run"
+    (alert,) = alerts.of_run("r", run, START, status="failed", reason=refused)
+    assert "--resume" not in alert.text
     (alert,) = alerts.of_run("r", run, START, status="failed")
     assert "crossfed logs r" in alert.text
 
