@@ -56,7 +56,7 @@ from deploy.site_host.run import (
     runs_folder,
     site_memory,
 )
-from deploy.site_host.run_lines import RunLines, lost_work
+from deploy.site_host.run_lines import RunLines, lost_work, outcome
 from deploy.wiring import parts as wiring, store_meters
 from deploy.wiring.rehearsal import dropout_notice
 from deploy.wiring.store_meters import StoreMeters, User, Watch
@@ -161,7 +161,7 @@ class SiteAgent:
                     self.listener(f"run {ended} {why}")
                 return b""
             self._close_run(ended)
-            self._tell_left(ended, has_ended=True, completed=end.completed)
+            self._tell_ended(ended, completed=end.completed)
             return b""
         if introduction.are_statements(sealed):
             statements = introduction.open_statements(sealed, self.roster)
@@ -240,16 +240,17 @@ class SiteAgent:
     def close(self) -> None:
         """Leave all runs: keys go, ledgers are closed."""
         for run_id in [*self._lines]:
-            self._tell_left(run_id)
+            self._lines.pop(run_id).leave()
         for run_id in [*self._runs]:
             self._close_run(run_id)
 
-    def _tell_left(
-        self, run_id: RunId, *, has_ended: bool = False, completed: bool = False
-    ) -> None:
+    def _tell_ended(self, run_id: RunId, *, completed: bool) -> None:
         lines = self._lines.pop(run_id, None)
         if lines is not None:
-            lines.leave(has_ended=has_ended, completed=completed)
+            lines.leave(has_ended=True, completed=completed)
+        elif known := run_status.read_one(self._folder(run_id)):  # Of before a restart.
+            state = outcome(completed=completed)
+            run_status.saver(self._folder(run_id))(replace(known, state=state))
 
     def _tell_accepted(self, run: OpenRun) -> None:
         """Say that the site takes part; not when a coordinator has only restarted."""
@@ -259,7 +260,7 @@ class SiteAgent:
             return  # Otherwise it was extended.
         for other in [*self._lines]:
             if other not in self._runs:
-                self._tell_left(other)
+                self._lines.pop(other).leave(for_another=True)
         self._lines[run_id] = RunLines(
             run_id,
             job=run.met.job,
@@ -270,6 +271,7 @@ class SiteAgent:
             save=run_status.saver(self._folder(run_id)),
             clock=self.clock,
             audit=partial(self._note_end, run_id),
+            before=run_status.read_one(self._folder(run_id)),
         )
         self._lines[run_id].accept()
 

@@ -1,6 +1,6 @@
 """What a site's log says of a run: when it is accepted, begins here and ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
 
 from deploy.site_host.run_status import RunStatus, sent_by
@@ -37,6 +37,7 @@ class RunLines:
         save: Called with the status of the run when that has changed.
         clock: Tells time.
         audit: Called with how the run has ended here, and the rounds answered.
+        before: What an earlier process, or an earlier coordinator, came to here.
     """
 
     run_id: RunId
@@ -49,11 +50,17 @@ class RunLines:
     save: Callable[[RunStatus], None]
     clock: Clock
     audit: Callable[[str, int], None]
+    before: RunStatus | None = None
     _rounds: set[int] = field(default_factory=set, init=False)
     _evaluations: int = field(default=0, init=False)
     _spent: PrivacySpent | None = field(default=None, init=False)
     _has_begun: bool = field(default=False, init=False)
     _is_over: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        """Go on counting where they stopped."""
+        for first, last in self.before.spans if self.before else ():
+            self._rounds.update(range(first, last + 1))
 
     @property
     def is_over(self) -> bool:
@@ -97,24 +104,34 @@ class RunLines:
             model = (self.job.model.weights or "").partition("@")[0]
             left = ", ".join(sent_by(self.job))
             self.listener(f"run {self.run_id}: evaluated {model}; sends {left}")
-        self._save("begun")
+        self._save("answered")
         is_last = self.job.evaluation.every == 0 and task.round_index == self.job.rounds
         if task.kind is TaskKind.EVALUATE or is_last:
             self._end("is over")
 
-    def leave(self, *, has_ended: bool = False, completed: bool = False) -> None:
+    def leave(
+        self,
+        *,
+        has_ended: bool = False,
+        completed: bool = False,
+        for_another: bool = False,
+    ) -> None:
         """Say that the site leaves a run that may go on, or that has ended."""
+        if self._is_over and has_ended:  # Its last task has come before this word.
+            self._save(outcome(completed=completed))
         if completed:
-            self._end("is over")
+            self._end("is over", state=outcome(completed=True))
         elif has_ended:
             how = "ended before its last round" if self._has_begun else "did not start"
             self._end(how)
+        elif self._has_begun and for_another:
+            self._end("makes way for another run, and may be resumed")
         elif self._has_begun:
             self._end("is left, and may continue without this site")
         else:
             self._end("did not start while this site waited for it")
 
-    def _end(self, how: str) -> None:
+    def _end(self, how: str, *, state: str = "") -> None:
         if self._is_over:
             return
         self._is_over = True
@@ -127,7 +144,7 @@ class RunLines:
             if held_out is not None:
                 spent += f" and {format_epsilon(held_out)} of {cap} on evaluations"
             spent += self.total()
-        self._save(how)
+        self._save(state or how)
         self.audit(how, len(self._rounds))
         answered, last = f"{len(self._rounds)}", ""
         if evaluates_only(self.job):
@@ -136,7 +153,7 @@ class RunLines:
             last = f", the last one {max(self._rounds)}"
         self.listener(
             f"run {self.run_id} {how}: job {self.job.name!r}, {self._asked}, "
-            f"{answered} answered by this process{last}{spent}"
+            f"{answered} answered by this site{last}{spent}"
         )
 
     @property
@@ -155,7 +172,7 @@ class RunLines:
         return max(planned_rounds(self.job), len(self._rounds))
 
     def _save(self, state: str) -> None:
-        promise, spent = self.promise, self._spent
+        promise, spent = self.promise, self._spent or self.before
         self.save(
             RunStatus(
                 run_id=self.run_id,
@@ -164,6 +181,7 @@ class RunLines:
                 rounds=self._planned,
                 answered=len(self._rounds),
                 last_round=max(self._rounds, default=0),
+                spans=_spans(self._rounds),
                 at=self.clock.now(),
                 data=self.data,
                 sent=sent_by(self.job),
@@ -172,6 +190,18 @@ class RunLines:
                 held_out_epsilon=None if spent is None else spent.held_out_epsilon,
             )
         )
+
+
+def outcome(*, completed: bool) -> str:
+    """What a site calls the end of a run, as the aggregator has signed it."""
+    return "completed" if completed else "ended without completing"
+
+
+def _spans(rounds: Collection[int]) -> tuple[tuple[int, int], ...]:
+    """First and last round of each row without a gap."""
+    firsts = sorted(index for index in rounds if index - 1 not in rounds)
+    lasts = sorted(index for index in rounds if index + 1 not in rounds)
+    return tuple(zip(firsts, lasts, strict=True))
 
 
 def lost_work(job: JobSpec, task: Task) -> str:

@@ -19,7 +19,7 @@ from federation import folder_lock
 from federation.durable_files import replace_file
 from federation.epsilon_text import format_cap, format_epsilon, format_left
 from federation.errors import StoreUnavailable
-from federation.job.disclosure import withheld
+from federation.job.disclosure import Form, forms
 from federation.job.evaluation_job import evaluates_only
 from federation.job.spec import JobSpec
 from federation.typed_json import decode, encode
@@ -29,14 +29,17 @@ from monitoring.units import format_duration
 SILENT_SECONDS = 60.0  # An agent hears from the aggregator every three.
 STATUS, REFUSED = "status.json", "refused.json"
 _MOST_REFUSED, _ID_CHARS = 10, 100
+_RESULTS, _NOISED_RESULTS = "held-out results", "held-out results with noise"
+_ONLY_SUMS = ", readable only in a sum"
 # Of each answer, if a setting does not withhold it: field, and what a person calls it.
 _SENT = {
     "num_examples": "the number of training examples",
     "num_steps": "the number of steps",
     "training": "the training loss",
-    "evaluation": "held-out results",
+    "evaluation": _RESULTS,
     "phases": "how long it worked on what",
     "resources": "processor time and memory",
+    "spent": "the epsilon that its ledgers hold",
 }
 _TRAINS = frozenset({"num_steps", "training", "evaluation"})  # Not in statistics.
 
@@ -47,10 +50,12 @@ class RunStatus:
 
     Attributes:
         job: Name of its job.
-        state: ``accepted``, ``begun``, or how it ended here.
+        state: ``accepted``, ``begun``, ``answered``, or how it ended here.
         rounds: Rounds of the job.
-        answered: Rounds that this site has answered since its agent started.
+        answered: Rounds that this site has answered, each counted once.
         last_round: The newest of them; 0 for none.
+        spans: The first and the last of them in each row without a gap, so that
+            a later process of the agent can go on counting.
         at: When this was noted, seconds since 1970.
         data: On which data it trains.
         sent: What leaves the site with each answer, in words.
@@ -68,6 +73,7 @@ class RunStatus:
     at: float
     data: str
     sent: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...] = ()
     epsilon_cap: float | None = None
     epsilon: float | None = None
     held_out_epsilon: float | None = None
@@ -89,18 +95,25 @@ class RefusedRun:
 
 def sent_by(job: JobSpec) -> tuple[str, ...]:
     """What leaves a site with each answer to a job, in words."""
-    kept, what = withheld(job), "its update"
+    private, secret = job.privacy.differential_privacy, job.privacy.secure_aggregation
+    left, found = forms(job), dict[str, str]()
+    for name, words in _SENT.items():
+        if left[name] is not Form.NEVER and (name != "spent" or private.enabled):
+            found[name] = words + _ONLY_SUMS * (left[name] is Form.SUM)
+    noised = private.enabled and private.held_out == "noise"
+    if noised and "evaluation" in found:
+        found["evaluation"] = found["evaluation"].replace(_RESULTS, _NOISED_RESULTS)
+    if job.evaluation.every == 0:
+        found.pop("evaluation", None)
     if evaluates_only(job):
-        kept, what = kept | _SENT.keys() - {"phases"}, _SENT["evaluation"]
-    elif job.statistics is not None:
-        kept, what = kept | _TRAINS, "sums over its records"
-    private = job.privacy.differential_privacy
-    noised = private.held_out == "noise" if evaluates_only(job) else job.statistics
-    if private.enabled and noised:
-        what += " with noise"
-    if job.privacy.secure_aggregation.enabled:
-        what += ", readable only in a sum"
-    return what, *(words for name, words in _SENT.items() if name not in kept)
+        kept = ("evaluation", "phases", "spent")
+        return tuple(found[name] for name in kept if name in found)
+    what = "its update"
+    if job.statistics is not None:
+        what = "sums over its records" + " with noise" * private.enabled
+        found = {name: words for name, words in found.items() if name not in _TRAINS}
+    what += _ONLY_SUMS * secret.enabled
+    return what, *found.values()
 
 
 def saver(folder: Path) -> Callable[[RunStatus], None]:
@@ -136,8 +149,19 @@ def refused(config: SiteConfig) -> Sequence[RefusedRun]:
 def read(config: SiteConfig) -> Iterator[RunStatus]:
     """Yield the status of each run, the oldest first."""
     for path in sorted(runs_folder(config).glob(f"*/{STATUS}")):
-        with contextlib.suppress(OSError, ValueError):
-            yield decode(json.loads(path.read_bytes()), RunStatus, where=str(path))
+        if (found := read_one(path.parent)) is not None:
+            yield found
+
+
+def read_one(folder: Path) -> RunStatus | None:
+    """The status of the run in a folder; None if there is none that can be read."""
+    path = folder / STATUS
+    with contextlib.suppress(OSError, ValueError):
+        kept: RunStatus = decode(
+            json.loads(path.read_bytes()), RunStatus, where=str(path)
+        )
+        return kept
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 from aggregator import model_export
 from clients.models.model_pool import ModelPool
@@ -14,7 +14,14 @@ from deploy.wiring.store_meters import StoreMeters
 from federation.durable_files import replace_file
 from federation.errors import FederationError
 from federation.event_log import EventWriter
-from federation.events import CheckpointSaved, Emit, Event, RunFinished, RunStarted
+from federation.events import (
+    CheckpointSaved,
+    Emit,
+    Event,
+    RoundFinished,
+    RunFinished,
+    RunStarted,
+)
 from federation.ids import RunId, SiteId
 from federation.job.disclosure import Exposure, conceal
 from federation.job.spec import JobSpec
@@ -111,6 +118,9 @@ class RunRecord:
         if isinstance(event, RunStarted):
             self._setting = Exposure.of(self.job, deployed=event.engine == "deployed")
         event = conceal(event, self._setting)
+        if isinstance(event, RoundFinished):
+            # The site that has spent most need not be among those that answered.
+            event = replace(event, epsilon=self._reader.fold.most_spent(event.epsilon))
         if isinstance(event, RunFinished):  # It is the last one.
             self._tell_use()
             if self.run is not None and event.status in {COMPLETED, EXHAUSTED}:

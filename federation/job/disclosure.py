@@ -208,6 +208,16 @@ def hidden(kind: str, setting: Exposure) -> frozenset[str]:
     )
 
 
+def forms(job: JobSpec) -> Mapping[str, Form]:
+    """In which form each field of its answer leaves a site of a job."""
+    setting = Exposure.of(job, deployed=True)
+    return {
+        name: rule.allowed(setting)
+        for (rule, _), names in TABLE["SiteAnswered"].items()
+        for name in names.split()
+    }
+
+
 def withheld(job: JobSpec) -> frozenset[str]:
     """Fields of its work that a site of a job does not send."""
     return hidden("SiteAnswered", Exposure.of(job, deployed=True))

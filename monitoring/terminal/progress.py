@@ -16,6 +16,7 @@ from federation.events import (
     LocalWorkChosen,
     ModelEvaluated,
     PrivacyPlanned,
+    RoundEvent,
     RoundFinished,
     RoundStarted,
     RunExtended,
@@ -128,6 +129,9 @@ class PlainProgress(Closing):
         self._evaluated: dict[int, ModelEvaluated] = {}
         self._left_out: SitesLeftOut | None = None
         self._failures: dict[str, str] = {}  # Where each long message was written.
+        self._earlier_seconds = 0.0  # Of the coordinators before the newest.
+        self._last_at = 0.0
+        self._heard_all = True
 
     def __call__(self, event: Event) -> None:
         """Write the lines of an event, if any."""
@@ -149,6 +153,12 @@ class PlainProgress(Closing):
                 self._finish(event)
             case _:
                 self._write_notice(event)
+        self._note_time(event)
+
+    def _note_time(self, event: Event) -> None:
+        """Notices may come between two coordinators, so their time does not count."""
+        if isinstance(event, RunStarted | RoundEvent):
+            self._last_at = event.at
 
     def close(self) -> None:
         """Write the lines that still wait for an evaluation."""
@@ -157,6 +167,10 @@ class PlainProgress(Closing):
     def _start(self, event: RunStarted) -> None:
         if self._is_at_work:
             self._put(killed_before(event))
+        if self._is_at_work and self._started is not None:
+            self._earlier_seconds += max(0.0, self._last_at - self._started.at)
+        elif self._started is None:
+            self._heard_all = event.first_round == 1
         self._is_at_work = True
         # A round that was completed before is evaluated after this.
         self._waiting = [
@@ -299,6 +313,7 @@ class PlainProgress(Closing):
     def _finish(self, event: RunFinished) -> None:
         self.close()
         self._is_at_work = False
+        self._earlier_seconds += event.seconds
         if event.status == INTERRUPTED:
             self._write(attempt_failed(event))
             return
@@ -308,7 +323,8 @@ class PlainProgress(Closing):
         self._write(
             f"run {event.status}  "
             f"{format_count(event.rounds_completed, 'round')} completed  "
-            f"{format_duration(event.seconds)}{message}"
+            f"{format_duration(self._earlier_seconds)}"
+            f"{'' if self._heard_all else ' since it resumed'}{message}"
         )
 
     def _metrics(self, event: ModelEvaluated | None) -> str:

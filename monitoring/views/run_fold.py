@@ -215,6 +215,11 @@ class RunFold:
         """As in the view, which is costly to make for each event."""
         return self._newest_of(SitesLeftOut)
 
+    def most_spent(self, told: float | None) -> float | None:
+        """Largest epsilon of any site so far, at least ``told``; None if unknown."""
+        known = (told, *(spent.epsilon for spent in self._spent.values()))
+        return max((e for e in known if e is not None), default=None)
+
     def add(self, event: Event) -> None:
         """Add the next event."""
         match event:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import toy
 from support.small_jobs import small_job
 
 from deploy.site_host.run_lines import RunLines
@@ -38,6 +39,20 @@ def evaluation(**privacy: Any) -> JobSpec:
     )
 
 
+def _task(kind: TaskKind, index: int) -> RoundTask:
+    return RoundTask(
+        run_id=RUN,
+        round_index=index,
+        site=SITE,
+        kind=kind,
+        layout_digest="",
+        weights_d=np.zeros(1, np.float32),
+        integers_m=np.zeros(0, np.int64),
+        evaluate=True,
+        evaluate_after=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("job", "first"),
     [
@@ -52,10 +67,66 @@ def evaluation(**privacy: Any) -> JobSpec:
 def test_operator_reads_what_leaves(job: JobSpec, first: str):
     what, *more = sent_by(job)
     assert what.startswith(first)
+    private = job.privacy.differential_privacy.enabled
+    assert ("the epsilon that its ledgers hold" in more) == private
     trains = job.rounds > 0 and job.statistics is None
     assert ("the training loss" in more) == trains
     if not trains:
         assert not {"held-out results", "the number of steps"} & {*more}
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("every", [0, 1])
+def test_operator_reads_every_field_that_leaves(
+    every: int, *, private: bool, secure: bool
+):
+    """By hand, from the threat model: alone, in a sum, with noise or not at all."""
+    privacy = (NOISE if private else {}) | (SECURE if secure else {})
+    weights = {"weights": "uniform" if private else "examples"}
+    job = small_job(
+        num_sites=2,
+        privacy=privacy,
+        aggregation=weights,
+        evaluation={"every": every},
+    )
+    only = ", readable only in a sum" if secure else ""
+    noise = " with noise" if private else ""
+    assert {*sent_by(job)} == {
+        f"its update{only}",
+        *([] if private else [f"the number of training examples{only}"]),
+        *([] if secure else ["the number of steps"]),
+        *([] if private else [f"the training loss{only}"]),
+        *([f"held-out results{noise}{only}"] if every else []),
+        *([] if private or secure else ["how long it worked on what"]),
+        *([] if private or secure else ["processor time and memory"]),
+        *(["the epsilon that its ledgers hold"] if private else []),
+    }
+
+
+def test_rounds_are_counted_over_all_coordinators():
+    """Also those that run again after a checkpoint, each once."""
+    job, saved, before = small_job(num_sites=2, rounds=9), list[RunStatus](), None
+    for first, last, answered in ((1, 4, 4), (3, 6, 6), (8, 9, 8)):
+        lines = RunLines(
+            RUN,
+            job=job,
+            promise=None,
+            data="own data",
+            listener=lambda _: None,
+            total=str,
+            save=saved.append,
+            clock=VirtualClock(),
+            audit=lambda *_: None,
+            before=before,
+        )
+        lines.accept()
+        for index in range(first, last + 1):
+            lines.note(_task(TaskKind.TRAIN, index), toy.update(round_index=index))
+        before = saved[-1]
+        assert (before.answered, before.last_round) == (answered, last)
+    assert before is not None
+    assert before.spans == ((1, 6), (8, 9))
 
 
 def test_an_evaluation_is_in_the_log_with_what_left():
@@ -74,17 +145,7 @@ def test_an_evaluation_is_in_the_log_with_what_left():
     )
     lines.accept()
     lines.begin()
-    task = RoundTask(
-        run_id=RUN,
-        round_index=1,
-        site=SITE,
-        kind=TaskKind.EVALUATE,
-        layout_digest="",
-        weights_d=np.zeros(1, np.float32),
-        integers_m=np.zeros(0, np.int64),
-        evaluate=True,
-        evaluate_after=False,
-    )
+    task = _task(TaskKind.EVALUATE, 1)
     sums = MetricSums(count=1, loss_sum=0.0, metrics={})
     answer = SiteEvaluation(
         run_id=RUN, round_index=1, site=SITE, evaluation=sums, phases=()
@@ -93,4 +154,4 @@ def test_an_evaluation_is_in_the_log_with_what_left():
     assert "'small', no training, no differential" in said[0]
     assert said[2].endswith(f"model.npz; sends {', '.join(sent_by(job))}")
     assert "is over: job 'small', no training, 1 evaluation answered" in said[3]
-    assert [one.state for one in saved] == ["accepted", "begun", "begun", "is over"]
+    assert [one.state for one in saved] == ["accepted", "begun", "answered", "is over"]

@@ -164,7 +164,7 @@ def test_operator_reads_that_a_run_was_left(agent: SiteAgent, members: Consortiu
     assert [ids.sub("", text.partition(":")[0]) for text in said] == [
         "accepts run",
         "run begins",
-        "run is left, and may continue without this site",
+        "run makes way for another run, and may be resumed",
         "accepts run",
         "run did not start while this site waited for it",
     ]
@@ -197,7 +197,12 @@ def test_operator_reads_how_a_run_ended(
     end = introduction.seal_end(RUN_ID, members.aggregator, completed=completed)
     assert agent.introduce(end) == b""
     (run,) = run_status.read(agent.config)
-    assert run.state == how
+    assert run.state == ("completed" if completed else how)
+    # What an agent that was restarted meanwhile reads, too.
+    again = introduction.seal_end(RUN_ID, members.aggregator, completed=True)
+    assert agent.introduce(again) == b""
+    (run,) = run_status.read(agent.config)
+    assert run.state == "completed"
     assert said[number].startswith(f"run {RUN_ID} {how}: job {job.name!r}, 3 rounds, ")
     accepted(agent, members, job)
     assert said[-1].startswith(f"accepts run {RUN_ID}: ")
@@ -252,10 +257,15 @@ def test_operator_sees_what_runs_do_and_what_leaves(
     assert isinstance(answer, SiteUpdate)
     assert answer.spent is not None
     (run,) = run_status.read(config)
-    assert (run.state, run.answered, run.last_round) == ("begun", 1, 1)
+    assert (run.state, run.answered, run.last_round) == ("answered", 1, 1)
     assert (run.epsilon_cap, run.epsilon) == (8.0, answer.spent.epsilon)
     # What the answer really holds, of all that it might.
-    assert run.sent == ("its update", "the number of steps", "held-out results")
+    assert run.sent == (
+        "its update",
+        "the number of steps",
+        "held-out results with noise",
+        "the epsilon that its ledgers hold",
+    )
     assert answer.training is None
     assert not answer.phases
     assert answer.resources is None

@@ -32,6 +32,7 @@ from monitoring.terminal import live
 from monitoring.terminal.live import LiveProgress, sparkline
 from monitoring.terminal.outcome import lines
 from monitoring.terminal.progress import PlainProgress, printable
+from monitoring.units import format_duration
 from monitoring.views.run_fold import fold
 
 HOSTILE = "\x1b[31m\r\nboom [bold]\x07"
@@ -314,6 +315,18 @@ def test_plain_long_message_is_written_once():
     site = first.split()[2]
     for line in others:
         assert f"crashed  the same as at {site} in round 1  " in line
+
+
+def test_plain_duration_is_that_of_all_coordinators():
+    """As on the page; who has heard only the last one says whose time it is."""
+    events = event_samples.resumed()
+    seconds = fold(events).seconds
+    starts = [at for at, e in enumerate(events) if isinstance(e, RunStarted)]
+    own = next(e for e in reversed(events) if isinstance(e, RunFinished)).seconds
+    assert seconds > own
+    assert f"completed  {format_duration(seconds)}" in _lines(events)[-1]
+    last = _lines(events[starts[-1] :])[-1]
+    assert f"completed  {format_duration(own)} since it resumed" in last
 
 
 def test_plain_resume_says_so():
