@@ -39,7 +39,7 @@ _SENT = {
     "evaluation": _RESULTS,
     "phases": "how long it worked on what",
     "resources": "processor time and memory",
-    "spent": "the epsilon that its ledgers hold",
+    "spent": "its spent epsilon",
 }
 _TRAINS = frozenset({"num_steps", "training", "evaluation"})  # Not in statistics.
 

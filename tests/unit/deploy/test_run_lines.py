@@ -68,7 +68,7 @@ def test_operator_reads_what_leaves(job: JobSpec, first: str):
     what, *more = sent_by(job)
     assert what.startswith(first)
     private = job.privacy.differential_privacy.enabled
-    assert ("the epsilon that its ledgers hold" in more) == private
+    assert ("its spent epsilon" in more) == private
     trains = job.rounds > 0 and job.statistics is None
     assert ("the training loss" in more) == trains
     if not trains:
@@ -100,7 +100,7 @@ def test_operator_reads_every_field_that_leaves(
         *([f"held-out results{noise}{only}"] if every else []),
         *([] if private or secure else ["how long it worked on what"]),
         *([] if private or secure else ["processor time and memory"]),
-        *(["the epsilon that its ledgers hold"] if private else []),
+        *(["its spent epsilon"] if private else []),
     }
 
 

@@ -264,7 +264,7 @@ def test_operator_sees_what_runs_do_and_what_leaves(
         "its update",
         "the number of steps",
         "held-out results with noise",
-        "the epsilon that its ledgers hold",
+        "its spent epsilon",
     )
     assert answer.training is None
     assert not answer.phases
