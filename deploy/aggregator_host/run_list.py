@@ -9,6 +9,7 @@ from typing import Any
 from deploy.aggregator_host import admission, run_queue
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.parties import Parties, check
+from deploy.aggregator_host.run_queue import QueuedRun
 from federation.errors import RunNotFound, StoreError
 from federation.events import SiteAnswered, SiteFailed, StepTaken
 from federation.protocols import Clock
@@ -24,29 +25,38 @@ from monitoring.web.app import Action, Shown
 def summary(run: RunFolder) -> dict[str, Any]:
     """One row of the list of runs; numbers that are not finite become None."""
     try:
-        return {**_numbers(run), "status": _status(run), "folder": str(run.path)}
+        numbers, handed = _numbers(run), run_queue.read(run)
+        return {
+            **numbers,
+            "status": _status(run, handed, str(numbers["status"])),
+            "note": _note(handed, numbers.get("error", "")),
+            "folder": str(run.path),
+        }
     except (RunNotFound, StoreError) as error:
         return {
             "run_id": run.path.name,
             "job": run.path.parent.name,
             "status": "unreadable",
             "error": str(error),
+            "note": str(error),
             "folder": str(run.path),
         }
 
 
-def _status(run: RunFolder) -> str:
+def _note(handed: QueuedRun | None, damage: str) -> str:
+    """What is damaged, why the run ended, and which sites it does without."""
+    reason, away = (handed.reason, handed.away) if handed else ("", ())
+    without = f"without {', '.join(away)}" if away else ""
+    return "; ".join(filter(None, (damage, reason, without)))
+
+
+def _status(run: RunFolder, handed: QueuedRun | None, status: str) -> str:
     """``interrupted`` for an unfinished run without a process.
 
     The service resumes a run that it was handed: what ``crossfed ps`` says holds.
-
-    Raises:
-        CorruptObject: A file of it is damaged.
     """
-    handed = run_queue.read(run)
     if handed is not None:
         return handed.status
-    status = str(_numbers(run)["status"])
     return INTERRUPTED if status == RUNNING and not run.is_locked() else status
 
 

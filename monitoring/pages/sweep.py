@@ -6,6 +6,7 @@ a figure shows is in its table, which is made first; a figure without data is le
 
 import csv
 import io
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,11 +37,13 @@ from monitoring.pages.figures import (
     new_figure,
     stand_alone,
 )
+from monitoring.privacy_words import loss_noise
 from monitoring.views.run_view import RunView
 
 MAX_LEGEND, MAX_KEYS, MAX_ROWS = 8, 12, 40
 _MANY = 20.0  # From this ratio of the ends of an axis on, it is logarithmic.
 _SITES = "number of sites"
+_NAMES = re.compile(r"name|sites\.\d+\.name")  # What they are changes no loss.
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _WORK, _TASK = SITE_COLOURS[0], SITE_COLOURS[5]
 
@@ -148,14 +151,17 @@ def _draw_traffic(table: Table) -> Figure:
     axes.set_xlim(left=0.0)
     label_axes(axes, "seconds of all rounds so far", f"sent and received, in {unit}")
     if len(colours) <= MAX_LEGEND:
-        names = cut_names(colours, 18)
+        names = (f"{at} {_tail(name, 18)}" for at, name in enumerate(colours, start=1))
         add_legend(axes, dict(zip(names, colours.values(), strict=True)))
     return figure
 
 
 def _use(sweep: _Sweep) -> Table:
+    """How long each site worked; only of runs that may show a site's own times."""
     rows = list[Sequence[Any]]()
     for name, view in sweep.views.items():
+        if view.privacy is not None or view.started.secure_aggregation:
+            continue
         whole = sum(row.seconds or 0.0 for row in view.totals.rows)
         for site in view.sites if whole else ():
             busy = None if site.used is None else site.used.busy_seconds
@@ -182,9 +188,8 @@ def _draw_use(table: Table) -> Figure:
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     label_axes(axes, "mean share of the time of all rounds, in %", "")
-    add_legend(
-        axes, {"at work": _WORK, "sending or waiting": _TASK, "without a task": QUIET}
-    )
+    at_work = {"at work": _WORK} if any(r[4] is not None for r in table.rows) else {}
+    add_legend(axes, {**at_work, "sending or waiting": _TASK, "without a task": QUIET})
     return figure
 
 
@@ -224,10 +229,28 @@ def _draw_cost(table: Table) -> Figure:
 
 def _privacy(sweep: _Sweep) -> Table:
     rows = [
-        (name, epsilon_of(view), sweep.loss(name)) for name, view in sweep.views.items()
+        (
+            name,
+            epsilon_of(view),
+            sweep.loss(name),
+            loss_noise(view.privacy, view.last_evaluated),
+        )
+        for name, view in sweep.views.items()
     ]
-    known = [row for row in rows if None not in row]
-    return Table(columns=("run", "epsilon", "held-out loss"), rows=known)
+    known = [row for row in rows if None not in row[:3]]
+    heads = ("run", "epsilon", "held-out loss", "standard deviation of its noise")
+    return Table(columns=heads, rows=known)
+
+
+def _draw_privacy(table: Table) -> Figure:
+    """With two standard deviations of the noise on a loss, up and down."""
+    figure = _pairs(1, 2, table)
+    (axes,) = figure.axes
+    for _, epsilon, loss, noise in table.rows:
+        if noise:
+            spans = [[min(2 * noise, loss)], [2 * noise]]  # No loss is below 0.
+            axes.errorbar(epsilon, loss, yerr=spans, color=_WORK, capsize=3, lw=1.2)
+    return figure
 
 
 def _pairs(x: int, y: int, table: Table) -> Figure:
@@ -293,7 +316,8 @@ def _sensitivity(sweep: _Sweep) -> Table:
 
 def _changed(sweep: _Sweep, names: Sequence[str]) -> Mapping[str, Sequence[str]]:
     """Keys in which runs differ, with their values; how many sites there are is one."""
-    found = dict(changed_keys([sweep.runs[name].job_toml for name in names]))
+    keys = changed_keys([sweep.runs[name].job_toml for name in names])
+    found = {key: v for key, v in keys.items() if not _NAMES.fullmatch(key)}
     sizes = [str(len(sweep.runs[name].view.started.sites)) for name in names]
     if len(set(sizes)) > 1:
         found = {key: v for key, v in found.items() if not key.startswith("sites.")}
@@ -386,10 +410,10 @@ def _draw_tornado(table: Table) -> Figure:
     return figure
 
 
-def _tail(key: str) -> str:
-    """The end of a long key, which says more than its beginning."""
+def _tail(key: str, limit: int = 32) -> str:
+    """The end of a long name, which says more than its beginning."""
     (name,) = cut_names([key], len(key) or 1)
-    return name if len(name) <= 32 else f"...{name[-29:]}"  # noqa: PLR2004
+    return name if len(name) <= limit else f"...{name[3 - limit :]}"
 
 
 def _number(text: str) -> float | None:
@@ -406,5 +430,5 @@ _FIGURES: Mapping[str, tuple[Callable[[_Sweep], Table], Callable[[Table], Figure
     "sensitivity": (_sensitivity, _draw_each),
     "tornado": (_sensitivity, _draw_tornado),
     "cost-loss": (_cost, _draw_cost),
-    "epsilon-loss": (_privacy, partial(_pairs, 1, 2)),
+    "epsilon-loss": (_privacy, _draw_privacy),
 }

@@ -29,8 +29,8 @@ from federation.errors import (
     StoreUnavailable,
     is_full,
 )
-from federation.event_log import to_line
-from federation.events import RoundFinished, RunFinished, RunStarted
+from federation.event_log import EventWriter, to_line
+from federation.events import RoundFinished, RunFinished, RunStarted, SitesLeftOut
 from monitoring.runs.run_folder import REQUEST, RunFolder
 
 RUNNING = FlowerRun(is_over=False, status="running")
@@ -298,6 +298,25 @@ def test_status_tells_what_a_coordinator_is_at(tmp_path: Path):
         assert status() == expected
     run_queue.leave_outcome(run, Outcome(code=0, message=""))
     assert status() == "completed"
+
+
+def test_list_of_runs_has_the_notes_of_ps(tmp_path: Path):
+    """Which sites a run does without, and why it failed."""
+    run = handed(tmp_path, "a", 1.0)
+    started(tmp_path, 7, fruitless=0)
+    finish_rounds(run, 2)
+    assert runs.summary(run)["note"] == ""
+    with EventWriter(run.events) as log:
+        log(
+            SitesLeftOut(
+                at=2.0, round_index=2, sites=("gamma",), reasons=("is frozen",)
+            )
+        )
+    (one,) = run_queue.handed_over(tmp_path).runs
+    assert one.away
+    assert runs.summary(run)["note"] == f"without {', '.join(one.away)}"
+    run_queue.leave_outcome(run, Outcome(code=1, message="gamma was revoked"))
+    assert runs.summary(run)["note"] == "gamma was revoked"
 
 
 def test_errors_that_a_run_outlives():

@@ -12,9 +12,9 @@ from support.event_samples import Script
 
 from deploy.cli import commands as cli
 from federation.event_log import EventWriter
-from federation.events import ModelEvaluated
+from federation.events import ModelEvaluated, SiteAnswered
 from federation.messages import MetricSums
-from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_folder import RunFolder, leave_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +92,41 @@ def test_each_figure_has_its_data_beside_it(
     assert {row["baseline"][-4:] for row in rows} == {"0000"}
     methods = {row["key"]: row["method"] for row in rows}
     assert methods["training.lr"] == "one at a time"
+
+
+def test_no_site_s_own_times_where_only_sums_may_be_known(tmp_path: Path):
+    """A private run and a secure one have no row; nor a series without values."""
+    scripts = {
+        "clear": Script(rounds=3),
+        "private": Script(rounds=3, epsilon_cap=8.0),
+        "secure": Script(rounds=3, secure=True),
+    }
+    for name, script in scripts.items():
+        run = RunFolder(tmp_path / "runs" / f"20260101-{name}")
+        with EventWriter(run.events) as log:
+            for event in event_samples.run(replace(script, job_name="one")):
+                is_answer = isinstance(event, SiteAnswered)
+                log(replace(event, resources=None) if is_answer else event)
+        sites = '[[sites]]\nname = "a"\n[[sites]]\nname = "{0}"\n'
+        (run.path / "job.toml").write_text(f'name = "{name}"\n{sites.format(name)}')
+    runs = [RunFolder(path) for path in sorted((tmp_path / "runs").iterdir())]
+    drawn = {path.stem: path for path in leave_sweep(runs, tmp_path / "out")}
+    rows = table(drawn["utilisation"].with_suffix(".csv"))
+    assert {row["run"] for row in rows} == {"one 20260101-clear"}
+    assert "at work" not in drawn["utilisation"].read_text()
+    (row,) = table(drawn["epsilon-loss"].with_suffix(".csv"))
+    assert float(row["standard deviation of its noise"]) > 0
+    legend = drawn["communication-time"].read_text()
+    for name in (
+        "1 one 20260101-clear",
+        "2 ...0260101-private",
+        "3 ...20260101-secure",
+    ):
+        assert f">{name}<" in legend, name
+    # Names of job and sites change no loss.
+    assert not {"sensitivity", "tornado"} & set(drawn)
+    leave_sweep(runs[1:], tmp_path / "none")
+    assert not (tmp_path / "none" / "utilisation.csv").exists()
 
 
 def test_one_run_is_no_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
