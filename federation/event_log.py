@@ -31,6 +31,7 @@ KINDS: Mapping[str, type[Event]] = types.MappingProxyType(
 
 _DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 _ENCODER = json.JSONEncoder(allow_nan=False)
+_BLOCK_BYTES = 1 << 16
 
 
 class EventWriter(Closing):
@@ -187,13 +188,18 @@ def _mend_last_line(path: Path) -> None:
     """Make the file end with a line break: finish a complete line, cut a torn one."""
     if not path.is_file():
         return
-    content = path.read_bytes()
-    last = content[content.rfind(b"\n") + 1 :]
-    if not last:
-        return
     with path.open("r+b") as file:
+        size, last = file.seek(0, 2), b""
+        at = size
+        while at and b"\n" not in last:  # From its end: a log may have gigabytes.
+            start = max(0, at - _BLOCK_BYTES)
+            file.seek(start)
+            last, at = file.read(at - start) + last, start
+        last = last[last.rfind(b"\n") + 1 :]
+        if not last:
+            return
         if _is_whole(last):
             file.seek(0, 2)
             file.write(b"\n")
         else:
-            file.truncate(len(content) - len(last))
+            file.truncate(size - len(last))

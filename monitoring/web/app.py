@@ -8,6 +8,7 @@ whether somebody looks.
 import asyncio
 import json
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,8 @@ class _SharedFeed:
 
     def __init__(self, run: RunFolder, shown: Shown, clock: Clock) -> None:
         self._feed, self._clock = RunFeed(run, shown.revoked), clock
-        self._lock = asyncio.Lock()
+        # A browser that leaves gives up the first, while its thread still reads on.
+        self._lock, self._reading = asyncio.Lock(), threading.Lock()
         self._next = self._next_whole = self._made = 0.0
         self._has_news = False  # That tables and charts do not show yet.
         self._page: Page | None = None
@@ -97,6 +99,10 @@ class _SharedFeed:
 
     def _refresh(self) -> None:
         """Make the page anew if there is cause."""
+        with self._reading:
+            self._make()
+
+    def _make(self) -> None:
         now, began = self._clock.monotonic(), time.thread_time()
         has_news = self._feed.look(READ_SECONDS)
         self._has_news |= has_news

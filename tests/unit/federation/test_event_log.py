@@ -113,7 +113,9 @@ def test_whole_last_line_needs_no_line_break(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("end", "expected"), [('{"event": "War', 2), (to_line(WARNED), 3)]
+    ("end", "expected"),
+    [('{"event": "War', 2), (to_line(WARNED), 3), ('{"event": "' + 200_000 * "x", 2)],
+    ids=["torn", "whole", "longer than a block"],
 )
 def test_append_starts_on_a_fresh_line(tmp_path: Path, end: str, expected: int):
     """A resumed writer removes a torn line and finishes a whole one."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -235,6 +236,26 @@ def test_revoked_site_is_called_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_browser_that_leaves_lets_no_other_read_meanwhile(tmp_path: Path) -> None:
+    """Its thread reads on, and two would count events twice or not at all."""
+    others = list[threading.Thread]()
+
+    def revoked() -> tuple[str, ...]:  # Asked for while the page is made.
+        if not others:
+            others.append(threading.Thread(target=feed._refresh))
+            others[0].start()
+            others[0].join(0.2)
+            assert others[0].is_alive()
+        return ()
+
+    run = RunFolder(tmp_path)
+    _write(run, event_samples.run(Script(rounds=3)))
+    shown = Shown(rows=list, find={}.get, actions={}, revoked=revoked)
+    feed = _SharedFeed(run, shown, SystemClock())
+    feed._refresh()
+    others[0].join()
+
+
 async def _first(stream: AsyncIterator[str]) -> str:
     return await anext(stream)
 
