@@ -152,6 +152,7 @@ def rows(
                 "age_seconds": max(0.0, now - one.request.at),
                 "rounds": one.rounds,
                 "loss": one.loss,
+                "is_noisy": one.is_noisy,
                 "without": _without(one, gone),
                 "back": one.back,
                 "waits": "" if wait is None else wait.text(names.__contains__),

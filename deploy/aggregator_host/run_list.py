@@ -1,7 +1,7 @@
 """The runs of this machine: their folders, and a summary of each."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from deploy.aggregator_host import admission, run_queue
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.parties import Parties, check
 from deploy.aggregator_host.run_queue import QueuedRun
-from federation.errors import RunNotFound, StoreError
+from federation.errors import FederationError, RunNotFound, StoreError
 from federation.events import SiteAnswered, SiteFailed, StepTaken
 from federation.protocols import Clock
 from monitoring.privacy_words import has_noise
@@ -108,8 +108,18 @@ def of_aggregator(
     return replace(
         shown(config.runs, actions, run),
         revoked=lambda: admission.revoked(config),
+        missing=missing,
         queue=lambda: admission.queue(config, now=clock.now()),
     )
+
+
+def missing(run: RunFolder) -> Collection[str]:
+    """Sites that a run waits for because they are away, as its coordinator noted."""
+    try:
+        found = run_queue.connected(run)
+    except FederationError:  # It only informs people; verbs say what is damaged.
+        return ()
+    return () if found is None else found.missing
 
 
 def shown(

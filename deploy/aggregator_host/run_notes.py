@@ -12,15 +12,24 @@ from threading import Lock
 from federation.events import (
     Event,
     ModelEvaluated,
+    PrivacyPlanned,
     RoundFinished,
     RunFinished,
     RunStarted,
     SitesLeftOut,
 )
+from monitoring.privacy_words import has_noise
 from monitoring.runs.event_tail import EventTail
 from monitoring.views.round_view import loss_of
 
-_KINDS = (RunStarted, RoundFinished, ModelEvaluated, RunFinished, SitesLeftOut)
+_KINDS = (
+    PrivacyPlanned,
+    RunStarted,
+    RoundFinished,
+    ModelEvaluated,
+    RunFinished,
+    SitesLeftOut,
+)
 
 
 @dataclass(kw_only=True)
@@ -33,6 +42,7 @@ class RunNotes:
         num_bytes: Sent and received by the aggregator.
         epsilon: The largest of a round.
         loss: The newest mean held-out loss; None if there is none yet.
+        is_noisy: Whether held-out results leave some site with noise.
         damage: The first damaged line of the log; see ``EventTail``.
     """
 
@@ -40,6 +50,7 @@ class RunNotes:
     num_bytes: float = 0.0
     epsilon: float = 0.0
     loss: float | None = None
+    is_noisy: bool = False
     damage: str = ""
 
     def add(self, event: Event) -> None:
@@ -48,6 +59,9 @@ class RunNotes:
             case ModelEvaluated():
                 self.num_bytes += sum(event.bytes_down) + sum(event.bytes_up)
                 self.loss = loss_of(event.pooled)
+                return
+            case PrivacyPlanned():
+                self.is_noisy = has_noise(event)
                 return
             case RoundFinished():
                 self.num_bytes += event.bytes_down + event.bytes_up

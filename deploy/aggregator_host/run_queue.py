@@ -33,6 +33,7 @@ from federation.errors import (
     RunNotFound,
     is_full,
 )
+from federation.event_log import EventWriter
 from federation.events import (
     RoundFinished,
     RunFinished,
@@ -45,6 +46,7 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.rounds.round_sums import completed_rounds
 from monitoring.runs.run_folder import REQUEST, RunFolder
+from monitoring.views.result_json import result
 from monitoring.views.run_view import INTERRUPTED
 
 COORDINATOR = "coordinator.json"
@@ -235,6 +237,11 @@ class QueuedRun:
     def loss(self) -> float | None:
         """The newest mean held-out loss; None if there is none yet."""
         return run_notes.read(self.run.events).loss
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether that loss contains noise of sites."""
+        return run_notes.read(self.run.events).is_noisy
 
     @property
     def status(self) -> str:
@@ -536,6 +543,18 @@ def is_pause(run: RunFolder) -> bool:
     """Whether a run that ends after its round is to be resumed."""
     path = run.path / STOP
     return path.exists() and path.read_bytes() == _PAUSE
+
+
+def note_stopped(run: RunFolder, reason: str, *, at: float) -> None:
+    """Record the end of a run whose last coordinator expected another one."""
+    with contextlib.suppress(RunConflict), run.locked():
+        last = run_notes.read(run.events).events[-1:]
+        for end in last:
+            if not isinstance(end, RunFinished) or end.status != INTERRUPTED:
+                return  # Its coordinator was killed, or has said how it ended.
+            with EventWriter(run.events) as write:
+                write(replace(end, status="stopped", message=reason, at=at))
+            run.write_result(result(run.view()))
 
 
 def leave_outcome(run: RunFolder, outcome: Outcome) -> None:

@@ -48,6 +48,7 @@ from deploy.aggregator_host.run_queue import (
     QueuedRun,
     Requeue,
 )
+from deploy.exit_codes import STOPPED, status_of
 from deploy.service_manager import ALIVE, READY, Notify
 from federation import folder_lock
 from federation.addresses import parse_address
@@ -398,11 +399,14 @@ class AggregatorService:
 
     def _give_up(self, control: FlowerControl, action: GiveUp) -> None:
         run, reason = action.handed.run, action.reason
-        self.listener(f"run {run.path.name} has failed: {reason}")
+        how = status_of(action.code)
+        self.listener(f"run {run.path.name} {how}: {reason}")
         self._note("run.end", run, reason=reason)
         self._at_work.discard(run.path)
         # First: its coordinator, if one works, does not say otherwise when it ends.
         run_queue.leave_outcome(run, Outcome(code=action.code, message=reason))
+        if action.code == STOPPED and action.at_work is None:
+            run_queue.note_stopped(run, reason, at=self.clock.now())
         if action.at_work is not None:
             control.stop(action.at_work)
 

@@ -316,12 +316,15 @@ def _say_rows(options: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
     if options.json:
         say_json(rows)
         return DONE
+    from monitoring.privacy_words import NOISY  # noqa: PLC0415 -- keeps `--help` fast
+
     for row in rows:
         begins, row["starts"] = row["starts_in_seconds"], ""
         if begins is not None:
             row["starts"] = f"in {units.format_duration(begins)}"
         row["age"] = units.format_duration(row["age_seconds"])
-        row["loss"] = "" if row["loss"] is None else units.format_number(row["loss"])
+        noisy, loss = NOISY if row.get("is_noisy") else "", row["loss"]
+        row["loss"] = "" if loss is None else noisy + units.format_number(loss)
     names = ["run", "job", "status", "age", "rounds", "loss", "without", "back"]
     if any(row["owner"] != "operator" or row["priority"] for row in rows):
         names[2:2] = ["owner", "priority"]

@@ -142,7 +142,8 @@ def _site_status(options: argparse.Namespace) -> int:
     from deploy.site_host.run_status import lines, status  # noqa: PLC0415 -- as above
 
     config = site_file.load(options.config)
-    found, page = status(config), site_page.address(config)
+    found = status(config)
+    page = site_page.address(config) if found.is_up else ""  # Its agent serves it.
     if options.json:
         say_json({**asdict(found), "page": page or None})
         return DONE

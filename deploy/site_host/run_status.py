@@ -229,7 +229,8 @@ def lines(found: SiteStatus, now: float) -> Iterator[str]:
     yield f"site {found.site}: {_agent(found, now)}"
     if found.certificate_ends is not None:
         left = format_duration(max(0.0, found.certificate_ends - now))
-        yield f"certificate: ends in {left}; the agent renews it before"
+        how = "the agent renews" if found.is_up else "no agent runs that renews"
+        yield f"certificate: ends in {left}; {how} it before"
     if found.epsilon_cap is not None and found.epsilon is not None:
         spent = found.epsilon
         yield (

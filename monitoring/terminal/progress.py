@@ -312,8 +312,9 @@ class PlainProgress(Closing):
 
     def _finish(self, event: RunFinished) -> None:
         self.close()
+        if self._is_at_work:  # Otherwise a run was stopped that waited.
+            self._earlier_seconds += event.seconds
         self._is_at_work = False
-        self._earlier_seconds += event.seconds
         if event.status == INTERRUPTED:
             self._write(attempt_failed(event))
             return

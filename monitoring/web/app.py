@@ -69,6 +69,7 @@ class Shown:
         find: Returns the folder of the run with a name; None without one.
         actions: What a person may do with a run: some of ``ACTIONS``.
         revoked: Returns the names of sites that were revoked.
+        missing: Returns the names of sites that are away, and that a run waits for.
         queue: Describes the runs that wait; see ``deploy.aggregator_host.admission``.
     """
 
@@ -76,6 +77,7 @@ class Shown:
     find: Callable[[str], RunFolder | None]
     actions: Mapping[str, Action]
     revoked: Callable[[], Collection[str]] = frozenset
+    missing: Callable[[RunFolder], Collection[str]] = lambda _run: ()
     queue: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
 
@@ -83,7 +85,7 @@ class _SharedFeed:
     """One feed for all browsers that look at a run."""
 
     def __init__(self, run: RunFolder, shown: Shown, clock: Clock) -> None:
-        self._feed, self._clock = RunFeed(run, shown.revoked), clock
+        self._feed, self._clock = RunFeed(run, shown.revoked, shown.missing), clock
         # A browser that leaves gives up the first, while its thread still reads on.
         self._lock, self._reading = asyncio.Lock(), threading.Lock()
         self._next = self._next_whole = self._made = 0.0

@@ -80,15 +80,20 @@ class RunFeed:
     """Follows the events of a run."""
 
     def __init__(
-        self, run: RunFolder, revoked: Callable[[], Collection[str]] = frozenset
+        self,
+        run: RunFolder,
+        revoked: Callable[[], Collection[str]] = frozenset,
+        missing: Callable[[RunFolder], Collection[str]] = lambda _run: (),
     ) -> None:
         """Begin before its first event.
 
         Args:
             run: Its folder.
             revoked: Returns the names of sites that were revoked.
+            missing: Returns the names of sites that the run's coordinator waits for
+                because they are away; empty if it waits for no such site.
         """
-        self._run, self._revoked = run, revoked
+        self._run, self._revoked, self._missing = run, revoked, missing
         self._reader = RunReader(run.events)
         self._whole: _Whole | None = None
 
@@ -154,7 +159,11 @@ class RunFeed:
         row = view.current
         answered = {} if row is None else {found.site: found for found in row.reports}
         silent = [] if row is None else [s for s in row.cohort if s not in answered]
-        left = None if view.finished else view.seconds_left(now)
+        away = self._missing(self._run) if silent else ()
+        silent = [site for site in silent if site in away] or silent
+        late = _late(view, now) if silent else ""
+        # Nobody knows how long a round still waits that takes so much longer.
+        left = None if view.finished or late else view.seconds_left(now)
         return (
             report.environment()
             .get_template("now.html.j2")
@@ -170,7 +179,7 @@ class RunFeed:
                 left=left,
                 revoked=self._revoked(),
                 read=self._reader.tail.read,
-                late=_late(view, now) if silent else "",
+                late=late,
             )
         )
 

@@ -1,10 +1,13 @@
 """The aggregator's service: what its log says of its SuperLink and of runs."""
 
 import importlib.util
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import event_samples
 from support.enrolments import Federation
 from support.small_jobs import small_job
 
@@ -15,6 +18,8 @@ from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile
 from deploy.aggregator_host.run_queue import Outcome
 from federation.clock import VirtualClock
 from federation.errors import FederationError
+from federation.event_log import EventWriter
+from federation.events import RunFinished
 from monitoring.runs.run_folder import RunFolder
 
 if importlib.util.find_spec("flwr") is None:
@@ -132,6 +137,41 @@ def test_the_log_says_how_a_run_ended(tmp_path: Path):
     for _ in range(2):
         service._schedule(control)
     assert told == ["run now is started", "run now failed: east refuses"]
+
+
+def test_a_run_that_is_stopped_while_it_waits_has_one_name(tmp_path: Path):
+    """In the log, the list of runs and its result: it has not failed."""
+    told: list[str] = []
+    clock = VirtualClock()
+    file = AggregatorFile(listen="h:1", hosts=("h",))
+    service = AggregatorService(
+        config=AggregatorConfig(file=file, folder=tmp_path),
+        config_path=tmp_path,
+        clock=clock,
+        listener=told.append,
+    )
+    run = RunFolder(tmp_path / "runs" / "a" / "now")
+    run_queue.submit(small_job(), run, at=0.0)
+    *events, end = event_samples.two_sites(3)
+    assert isinstance(end, RunFinished)
+    with EventWriter(run.events) as write:
+        for event in (*events, replace(end, status="interrupted")):
+            write(event)
+    seconds = run.view().seconds
+    run_queue.ask_to_stop(run, at=0.0)
+    handed = run_queue.read(run)
+    assert handed is not None
+    (action,) = run_queue.decide([handed], {}, set())
+    assert isinstance(action, run_queue.GiveUp)
+    control: Any = Answering()
+    service._give_up(control, action)
+    assert told == [f"run now stopped: {action.reason}"]
+    found = run_queue.read(run)
+    assert found is not None
+    assert found.status == "stopped"
+    view = run.view()
+    assert (view.status, view.seconds) == ("stopped", seconds)
+    assert json.loads(run.result.read_bytes())["status"] == "stopped"
 
 
 def test_the_log_says_which_site_of_a_run_was_revoked(tmp_path: Path):

@@ -305,6 +305,12 @@ def test_progress_is_read_on_from_look_to_look(tmp_path: Path):
     alone = sum(sum(e.bytes_up) + sum(e.bytes_down) for e in evaluated)
     assert found.num_bytes == alone + sum(e.bytes_up + e.bytes_down for e in ends)
     assert found.loss == pytest.approx(evaluated[-1].pooled.loss)
+    assert not found.is_noisy
+    noised = tmp_path / "noised.jsonl"
+    with EventWriter(noised) as write:
+        for event in event_samples.private(3):
+            write(event)
+    assert run_notes.read(noised).is_noisy
     done = [e for e in found.events if isinstance(e, RoundFinished)]
     assert [e.round_index for e in done] == [e.round_index for e in ends]
     assert {e.asked for e in done} == {()}

@@ -15,7 +15,7 @@ from support.event_samples import Script
 from federation.clock import SystemClock
 from federation.errors import FederationError
 from federation.event_log import EventWriter
-from federation.events import Event, RunFinished, SiteFailed
+from federation.events import Event, RoundStarted, RunFinished, SiteFailed
 from federation.messages import FailureKind
 from monitoring.pages import report
 from monitoring.runs import event_tail, fold_cache
@@ -218,6 +218,28 @@ def test_killed_run_is_not_shown_as_going_on(tmp_path: Path) -> None:
         going = _page(RunFeed(run))
     assert going.state == "live"
     assert "was interrupted" not in going.sections["now"]
+
+
+def test_frozen_site_is_blamed_alone(tmp_path: Path) -> None:
+    """As in `ps`: the others are not asked before it is back, or given up."""
+    run, (first, second) = RunFolder(tmp_path), event_samples.TWO_SITES
+    events = event_samples.run(Script(rounds=6))
+    starts = [at for at, e in enumerate(events) if isinstance(e, RoundStarted)]
+    _write(run, events[: starts[3] + 1])
+    soon, late = events[starts[3]].at + 0.1, events[starts[3]].at + 3600.0
+    with run.locked():
+        feeds = RunFeed(run), RunFeed(run, missing=lambda _run: [second])
+        for feed in feeds:
+            assert feed.look()
+        pages = [feed.page(now) for feed in feeds for now in (soon, late)]
+    texts = [page.sections["now"] for page in pages if page is not None]
+    assert [f"Waits for {first}, {second}" in text for text in texts] == [
+        *(True, True),
+        *(False, False),
+    ]
+    assert all(f"Waits for {second}" in text for text in texts[2:])
+    # A round that stalls says nothing about the time that is left.
+    assert [" left." in text for text in texts] == [True, False, True, False]
 
 
 @pytest.mark.slow
