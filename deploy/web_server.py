@@ -13,8 +13,6 @@ from federation.protocols import Clock
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-# More than the pages that may be open, for scrapes: see ``monitoring.web.app``.
-MAX_CONNECTIONS = 256
 STUCK_SECONDS = 30.0  # After which a reader that takes nothing is dropped.
 LAST_LOOK_SECONDS = 2.5  # For browsers to get how a run ended.
 
@@ -40,6 +38,8 @@ def serving(
     """
     import uvicorn  # noqa: PLC0415 -- keeps `--help` fast
 
+    from deploy.web_connections import PromptProtocol  # noqa: PLC0415 -- as above
+
     with _listening(port) as (listener, found):
         server = uvicorn.Server(
             uvicorn.Config(
@@ -49,7 +49,7 @@ def serving(
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                limit_concurrency=MAX_CONNECTIONS,
+                http=PromptProtocol,
                 timeout_graceful_shutdown=1,
             )
         )

@@ -144,6 +144,7 @@ class OwnerService:
             random_bytes=os.urandom,
             owner=owner.name,
             priority=priority,
+            who=f"owner {owner.name}",
         )
         self.listener(f"owner {owner.name} submits run {run.path.name}")
         return {"run": run.path.name}

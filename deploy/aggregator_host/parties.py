@@ -221,6 +221,7 @@ def submitted(
     random_bytes: RandomBytes,
     owner: str = run_queue.OPERATOR,
     priority: int = 0,
+    who: str | None = None,
 ) -> RunFolder:
     """Submit a new run of a job that the parties of an aggregator can run.
 
@@ -232,6 +233,7 @@ def submitted(
         random_bytes: ``os.urandom``.
         owner: Who wants it.
         priority: Runs of a higher one go first.
+        who: Whose request it is; by default the user of this host, for the owner.
 
     Raises:
         FederationError: The job cannot be run so, or the folder cannot be written.
@@ -242,7 +244,8 @@ def submitted(
 
         starting_weights.find(job, folder)
     run = RunFolder(runs / job.name / new_run_id(at, random_bytes(3)))
-    who = None if owner == run_queue.OPERATOR else f"owner {owner}"
+    if who is None and owner != run_queue.OPERATOR:
+        who = f"{audit_log.operator()} for owner {owner}"
     details = {
         "job": job.name,
         "digest": job_digest.digest(job).hex(),

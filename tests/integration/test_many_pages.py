@@ -13,7 +13,7 @@ from support import event_samples
 from support.deployment import wait_for
 from support.event_samples import Script
 
-from deploy import web_server
+from deploy import web_connections, web_server
 from federation.clock import SystemClock
 from federation.event_log import EventWriter
 from federation.events import Event
@@ -108,6 +108,34 @@ def test_page_that_is_one_too_many_is_told_so(port: int, run: RunFolder) -> None
             return client.get(f"/runs/{NAME}").status_code == 200
 
         wait_for(has_room, "room for another page", 60)
+
+
+def test_connections_that_ask_for_nothing_do_not_blind_monitoring(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither new ones, nor those that send a byte after a request that was refused."""
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+    with ExitStack() as stack:
+        stack.enter_context(client)
+        idle = []
+        for number in range(web_connections.MAX_CONNECTIONS + 40):
+            found = socket.create_connection(("127.0.0.1", port), timeout=60)
+            idle.append(stack.enter_context(contextlib.closing(found)))
+            if number % 2:
+                found.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert found.recv(9) == b"HTTP/1.1 "
+                found.sendall(b"G")
+        scrape = client.get("/metrics", headers=SCRAPE)
+        assert scrape.status_code == 200
+        assert "crossfed_run_loss" in scrape.text
+        client.get(f"/?token={TOKEN}")
+        assert client.get("/").status_code == 200
+        assert idle[0].recv(1) == b""  # The oldest has given way.
+    monkeypatch.setattr(web_connections, "REQUEST_SECONDS", 0.05)
+    for sent in (b"", b"GET /metrics HTTP/1.1\r\n"):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as slow:
+            slow.sendall(sent)
+            assert slow.recv(1) == b""
 
 
 def test_reader_that_takes_nothing_is_dropped(

@@ -156,7 +156,7 @@ def test_members_and_runs_are_on_record_at_both_ends(tmp_path: Path):
     assert [(e.action, e.who) for e in here.entries] == [
         ("site.invite", user),
         ("site.enrol", "site site-a"),
-        ("run.submit", "owner ann"),
+        ("run.submit", f"{user} for owner ann"),
         ("run.stop", user),
         ("run.stop", f"the live page of {user}"),
         ("run.resume", user),
