@@ -254,7 +254,9 @@ def read(path: Path, known: Collection[str] = ()) -> AuditLog:
             faults.append(f"line {index}: entry {entry.number} comes after {newest}")
         entries.append(entry)
     if torn:
-        faults.append(f"line {len(lines) + 1} is torn: its writer was killed")
+        faults.append(
+            f"line {len(lines) + 1} is torn: its writer was killed, or it was cut"
+        )
     faults += _breaks(entries)
     digests = {_NONE, *(entry.digest for entry in entries)}
     faults += [

@@ -177,10 +177,9 @@ def check_submission(
             key="--owner",
         )
     if not 0 <= priority <= owner.max_priority:
-        raise JobError(
-            f"owner {name!r} may ask for priorities from 0 to {owner.max_priority}",
-            key="--priority",
-        )
+        most = owner.max_priority
+        allowed = f"priorities from 0 to {most}" if most else "priority 0 alone"
+        raise JobError(f"owner {name!r} may ask for {allowed}", key="--priority")
     if fault := exceeded(owner, used):
         raise JobError(fault, key="--owner")
     private, limit = job.privacy.differential_privacy, owner.quota.epsilon

@@ -152,7 +152,7 @@ def plan(
             continue
         blocked = _blocking(one, held, slots, rules)
         if one.refused:
-            waits[one.name] = Wait(what=one.refused)
+            waits[one.name] = Wait(what=f"a quota that allows it: {one.refused}")
         elif one.name not in chosen or blocked:
             waits[one.name] = _wait(one, blocked, slots, rules)
             if not blocked:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ def _add(options: argparse.Namespace) -> int:
         known = before or Owner(name=options.name)
         return replace(known, **given, token=known.token or token.digest)
 
-    now, about = options.clock.now(), {key: encode(given[key]) for key in given}
+    now, about = options.clock.now(), {key: _words(given[key]) for key in given}
     audit_log.note(config.folder, "owner.add", options.name, at=now, **about)
     made = owners.change(config.folder, options.name, changed)
     is_new = made.token == token.digest
@@ -50,6 +51,14 @@ def _add(options: argparse.Namespace) -> int:
             "crossfed aggregator owners revoke ends it, and add makes another"
         )
     return DONE
+
+
+def _words(setting: Any) -> str:
+    """A setting of an owner, for the audit log: of quotas those that there are."""
+    named = encode(setting)
+    if not isinstance(named, Mapping):
+        return str(named)
+    return ", ".join(f"{k}={v:g}" for k, v in named.items() if v is not None)
 
 
 def _quota(settings: list[str]) -> "Usage | None":

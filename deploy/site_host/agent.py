@@ -293,7 +293,7 @@ class SiteAgent:
 
     def _note_end(self, run_id: RunId, how: str, rounds: int) -> None:
         folder, who, now = self.config.folder, audit_log.AGENT, self.clock.now()
-        about = {"how": how, "rounds": rounds}
+        about = {"run": how, "rounds": rounds}
         try:
             audit_log.note(folder, "run.end", run_id, at=now, who=who, **about)
         except FederationError as error:  # It has ended even so.

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from monitoring.privacy_words import NOISY, plus_minus
-from monitoring.units import format_duration, format_number
+from monitoring.units import format_count, format_duration, format_number
 from monitoring.views.round_view import RUNNING
 from monitoring.views.run_view import COMPLETED
 from monitoring.web.run_metrics import RunNumbers
@@ -245,7 +245,7 @@ def of_host(facts: HostFacts, now: float) -> Iterator[Alert]:
     for address, times in facts.knocks.items():
         yield Alert(
             key=f"host/revoked/{address}",
-            text=f"somebody at {address} used a revoked certificate {times} times. If "
-            "it is a site that you revoked, have its agent stopped; otherwise its key "
-            "is in foreign hands.",
+            text=f"somebody at {address} used a revoked certificate "
+            f"{format_count(times, 'time')}. If it is a site that you revoked, have "
+            "its agent stopped; otherwise its key is in foreign hands.",
         )

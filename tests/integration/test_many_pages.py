@@ -114,12 +114,13 @@ def test_connections_that_ask_for_nothing_do_not_blind_monitoring(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither new ones, nor those that send a byte after a request that was refused."""
+    monkeypatch.setattr(web_connections, "REQUEST_SECONDS", 60.0)
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
     with ExitStack() as stack:
         stack.enter_context(client)
         idle = []
         for number in range(web_connections.MAX_CONNECTIONS + 40):
-            found = socket.create_connection(("127.0.0.1", port), timeout=60)
+            found = socket.create_connection(("127.0.0.1", port), timeout=10)
             idle.append(stack.enter_context(contextlib.closing(found)))
             if number % 2:
                 found.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -133,7 +134,7 @@ def test_connections_that_ask_for_nothing_do_not_blind_monitoring(
         assert idle[0].recv(1) == b""  # The oldest has given way.
     monkeypatch.setattr(web_connections, "REQUEST_SECONDS", 0.05)
     for sent in (b"", b"GET /metrics HTTP/1.1\r\n"):
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as slow:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as slow:
             slow.sendall(sent)
             assert slow.recv(1) == b""
 

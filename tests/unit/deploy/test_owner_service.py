@@ -14,6 +14,7 @@ from support import event_samples
 from support.enrolments import Federation
 from support.small_jobs import small_job
 
+from deploy import audit_log
 from deploy.aggregator_host import enrolment_http, owners, run_queue
 from deploy.aggregator_host.owner_service import MAX_OPEN_RUNS, OwnerService, check_job
 from deploy.aggregator_host.owners import Owner, Usage
@@ -172,7 +173,7 @@ def test_limits_of_an_owner_hold_for_its_token(
 ):
     text = tomli_w.dumps(job_file.document(plain()))
     told = office.refused("ann", "submit", job=text, priority=1)
-    assert "priorities from 0 to 0" in told
+    assert "may ask for priority 0 alone" in told
     for job, priority in ((5, 0), (text, True), (text, "1")):
         assert "text of a job" in office.refused(
             "ann", "submit", job=job, priority=priority
@@ -310,6 +311,8 @@ def test_operators_verbs_make_list_and_revoke_owners(
     assert found is not None
     assert (found.name, found.weight, found.max_priority) == ("cyd", 2.0, 0)
     assert found.quota == Usage(site_hours=10.0, epsilon=4.0)
+    noted = audit_log.read(folder / audit_log.FILE).entries[-1].details
+    assert noted == {"weight": "2.0", "quota": "site_hours=10, epsilon=4"}
     assert cli.main([*verb, "add", "cyd", "--max-priority", "3"]) == 0
     assert capsys.readouterr().out == ""
     changed = owners.read(folder).of_secret(token.secret)

@@ -230,7 +230,7 @@ def test_what_is_refused_waits_with_the_reason_and_holds_nothing_up():
     spent = run("spent", submitted=0.0, refused="ann has used 9 of 8 site-hours")
     plan = planned(spent, run("next", "bob", submitted=1.0))
     assert plan.start == ["next"]
-    assert plan.waits["spent"].text() == spent.refused
+    assert plan.waits["spent"].text() == f"a quota that allows it: {spent.refused}"
     at_work = replace(spent, holds=True, begun=0.0)
     assert planned(at_work).pause == ["spent"]
 

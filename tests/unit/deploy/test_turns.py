@@ -288,7 +288,8 @@ def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
     waits = order(tmp_path, {7: RUNNING}, 3600.1).plan().waits
     assert (
         waits["b"].text()
-        == "owner 'ann' has used 2 of 1.5 site-hours (quota site_hours)"
+        == "a quota that allows it: owner 'ann' has used 2 of 1.5 site-hours (quota "
+        "site_hours)"
     )
 
 

@@ -188,6 +188,8 @@ def test_host() -> None:
     assert "256 MiB free" in found["host/disk"]
     assert "4 times" in found["host/revoked/10.0.0.1 (CN=site-n)"]
     assert len([key for key in found if key.startswith("host/certificate/site a")]) == 1
+    (once,) = alerts.of_host(replace(well, knocks={"10.0.0.1": 1}), 0.0)
+    assert "1 time." in once.text
 
 
 def test_many_addresses_are_one_alert() -> None:
