@@ -8,6 +8,7 @@ escaped by the template. Nothing here reads a log or decides what a number means
 import contextlib
 import functools
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -155,7 +156,7 @@ def render(
         environment()
         .get_template("report.html.j2")
         .render(
-            **context(view, statistics=statistics),
+            **context(view, statistics=statistics, job_toml=job_toml),
             statistics_panels=found,
             panels=panels.of_run(view) if figures is None else figures,
             job_toml=job_toml,
@@ -167,7 +168,7 @@ def render(
 
 
 def render_sections(
-    view: RunView, names: Sequence[str], *, is_live: bool
+    view: RunView, names: Sequence[str], *, is_live: bool, job_toml: str = ""
 ) -> Mapping[str, str]:
     """Return some sections of the page as text, as the whole page has them.
 
@@ -175,15 +176,30 @@ def render_sections(
         view: The run; it may still be going on.
         names: Blocks of ``report.html.j2``.
         is_live: Whether a process works on the run.
+        job_toml: The resolved job file, as text.
     """
     template = environment().get_template("report.html.j2")
-    found = {**context(view, is_live=is_live), "panels": ()}
+    stated = context(view, is_live=is_live, job_toml=job_toml)
+    found = {**stated, "panels": ()}
     within = template.new_context(found)
     return {name: "".join(template.blocks[name](within)) for name in names}
 
 
+def _places(job_toml: str) -> Mapping[str, tuple[str, str]]:
+    """Cloud and region of the sites that a job places in one."""
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        sites = tomllib.loads(job_toml).get("sites", ())
+        found = {s["name"]: (s.get("cloud", ""), s.get("region", "")) for s in sites}
+        return {name: place for name, place in found.items() if place[0] != "local"}
+    return {}
+
+
 def context(
-    view: RunView, *, is_live: bool = False, statistics: RunStatistics | None = None
+    view: RunView,
+    *,
+    is_live: bool = False,
+    statistics: RunStatistics | None = None,
+    job_toml: str = "",
 ) -> Mapping[str, Any]:
     """What the page's tables and tiles say, by its name in the template."""
     unfinished = RUNNING if is_live else "not finished"
@@ -202,6 +218,7 @@ def context(
         "cell_noise": _cell_noise(view),
         "colours": plots.site_colours(view),
         "sites": _listed_sites(view),
+        "places": _places(job_toml),
         "rounds": totals.rows[-MAX_ROWS:],
         "failures": totals.failures,
         "num_failures": totals.num_failures,

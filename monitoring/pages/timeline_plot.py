@@ -13,7 +13,6 @@ from monitoring.pages.figures import (
     DOWN_COLOUR,
     FAINT,
     LOST,
-    QUIET,
     WIDTH,
     add_legend,
     cut_names,
@@ -29,7 +28,7 @@ _FAILED, _WAITING, _OTHER = "failed", "on the way or waiting", "other"
 PHASES = {
     "advertise": "#c9b8dd",
     "confirm": "#a48cc4",
-    "exchange": QUIET,
+    "exchange": "#93a4b5",
     "evaluate": "#7fb8d6",
     "train": "#33528f",
     "prepare": "#d9b44a",

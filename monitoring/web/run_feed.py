@@ -5,11 +5,13 @@ rendered from one ``RunView``. What may not leave a site is not in the events, a
 not here; see ``federation.job.disclosure``.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from federation.errors import FederationError
 from federation.event_log import no_collection
 from federation.events import SiteFailed
 from monitoring.pages import plots, report
@@ -128,7 +130,12 @@ class RunFeed:
         view = self._reader.fold.view()
         is_live = self._run.is_locked()
         if whole or self._whole is None:
-            sections = report.render_sections(view, SECTIONS, is_live=is_live)
+            job = ""
+            with contextlib.suppress(FederationError):  # The page stands without it.
+                job = self._run.read_job()
+            sections = report.render_sections(
+                view, SECTIONS, is_live=is_live, job_toml=job
+            )
             shown = [site.site for site in view.shown_sites]
             self._whole = sections, charts(view), shown
         tables, drawn, sites = self._whole
@@ -235,7 +242,7 @@ def charts(view: RunView) -> Mapping[str, Chart]:
             ("down", "#d08b3c", _megabytes(curves["down"])),
         ],
     )
-    lines = [("round", INK, curves["seconds"])]
+    lines = [("seconds", INK, curves["seconds"])]
     found["seconds"] = _joined("Seconds of a round", lines)
     return {name: chart for name, chart in found.items() if chart.rows}
 

@@ -15,7 +15,13 @@ from support.event_samples import Script
 from federation.clock import SystemClock
 from federation.errors import FederationError
 from federation.event_log import EventWriter
-from federation.events import Event, RoundStarted, RunFinished, SiteFailed
+from federation.events import (
+    DataDistributed,
+    Event,
+    RoundStarted,
+    RunFinished,
+    SiteFailed,
+)
 from federation.messages import FailureKind
 from monitoring.pages import report
 from monitoring.runs import event_tail, fold_cache
@@ -72,6 +78,21 @@ def test_charts_hold_what_the_view_holds(tmp_path: Path) -> None:
     assert [row[1] for row in charts["bytes"].rows] == [
         row.bytes_up / 1e6 for row in view.rounds
     ]
+
+
+@pytest.mark.slow
+def test_cloud_and_region_are_those_of_the_job(tmp_path: Path) -> None:
+    """Where the run reports no shares of data, as with differential privacy."""
+    run, site = RunFolder(tmp_path), event_samples.TWO_SITES[0]
+    events = event_samples.run(Script(epsilon_cap=8.0))
+    _write(run, [e for e in events if not isinstance(e, DataDistributed)])
+    place = 'cloud = "aws"\nregion = "eu-west-3"\n'
+    run.job.write_text(f'[[sites]]\nname = "{site}"\n{place}')
+    row, other = _page(RunFeed(run)).sections["sites"].split("<tr>")[2:4]
+    assert "<td>aws</td><td>eu-west-3</td>" in row
+    assert "<td>-</td><td>-</td>" in other
+    run.job.write_text("[[sites")
+    assert "eu-west-3" not in _page(RunFeed(run)).sections["sites"]
 
 
 @pytest.mark.slow
