@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,23 @@ class Silent:
         raise FederationError("its certificate is not yet valid")
 
 
+def listened(
+    folder: Path, seconds: float = math.inf
+) -> tuple[list[str], AggregatorService]:
+    """A service that ends after some time, and what it says."""
+    told, clock = list[str](), VirtualClock()
+    file = AggregatorFile(listen="h:1", hosts=("h",))
+    ends: Any = Ends(clock, seconds)
+    service = AggregatorService(
+        config=AggregatorConfig(file=file, folder=folder),
+        config_path=folder,
+        clock=clock,
+        listener=told.append,
+        stopped=ends,
+    )
+    return told, service
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.9 * START_SECONDS, 0), (3 * START_SECONDS, 1)]
 )
@@ -74,17 +92,7 @@ def test_a_superlink_that_never_answers_is_reported_once(
     tmp_path: Path, seconds: float, said: int
 ):
     """Its start takes seconds, and a clock that is wrong would last for ever."""
-    told: list[str] = []
-    clock = VirtualClock()
-    file = AggregatorFile(listen="h:1", hosts=("h",))
-    ends: Any = Ends(clock, seconds)
-    service = AggregatorService(
-        config=AggregatorConfig(file=file, folder=tmp_path),
-        config_path=tmp_path,
-        clock=clock,
-        listener=told.append,
-        stopped=ends,
-    )
+    told, service = listened(tmp_path, seconds)
     (tmp_path / "flower").mkdir()
     silent: Any = Silent()
     service._serve(silent)
@@ -96,18 +104,7 @@ def test_a_superlink_that_never_answers_is_reported_once(
 @pytest.mark.parametrize("answers", [True, False])
 def test_the_log_says_once_that_it_is_ready(tmp_path: Path, answers: bool):  # noqa: FBT001
     """When its programs run and the SuperLink answers."""
-    told: list[str] = []
-    clock = VirtualClock()
-    ends: Any = Ends(clock, 10.0)
-    service = AggregatorService(
-        config=AggregatorConfig(
-            file=AggregatorFile(listen="h:1", hosts=("h",)), folder=tmp_path
-        ),
-        config_path=tmp_path,
-        clock=clock,
-        listener=told.append,
-        stopped=ends,
-    )
+    told, service = listened(tmp_path, 10.0)
     (tmp_path / "flower").mkdir()
     control: Any = Answering() if answers else Silent()
     service._renew = lambda _: None  # type: ignore[method-assign]
@@ -118,15 +115,7 @@ def test_the_log_says_once_that_it_is_ready(tmp_path: Path, answers: bool):  # n
 
 def test_the_log_says_how_a_run_ended(tmp_path: Path):
     """Once, and of no run that another service has started."""
-    told: list[str] = []
-    clock = VirtualClock()
-    file = AggregatorFile(listen="h:1", hosts=("h",))
-    service = AggregatorService(
-        config=AggregatorConfig(file=file, folder=tmp_path),
-        config_path=tmp_path,
-        clock=clock,
-        listener=told.append,
-    )
+    told, service = listened(tmp_path)
     before, run = (RunFolder(tmp_path / "runs" / "a" / n) for n in ("before", "now"))
     for each in (before, run):
         run_queue.submit(small_job(), each, at=0.0)
@@ -141,15 +130,7 @@ def test_the_log_says_how_a_run_ended(tmp_path: Path):
 
 def test_a_run_that_is_stopped_while_it_waits_has_one_name(tmp_path: Path):
     """In the log, the list of runs and its result: it has not failed."""
-    told: list[str] = []
-    clock = VirtualClock()
-    file = AggregatorFile(listen="h:1", hosts=("h",))
-    service = AggregatorService(
-        config=AggregatorConfig(file=file, folder=tmp_path),
-        config_path=tmp_path,
-        clock=clock,
-        listener=told.append,
-    )
+    told, service = listened(tmp_path)
     run = RunFolder(tmp_path / "runs" / "a" / "now")
     run_queue.submit(small_job(), run, at=0.0)
     *events, end = event_samples.two_sites(3)
