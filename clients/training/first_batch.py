@@ -49,7 +49,8 @@ _TargetsRead = list[list[Tree]]  # By part of the data, then by batch.
 def check_first_batches(federation: Federation) -> tuple[int, int]:
     """Read records of every site, and take a step at each kind of site.
 
-    Sites with the same table of data are of one kind.
+    Sites with the same table of data are of one kind. A run of statistics takes no
+    steps: its columns are read.
 
     Returns:
         Records in which it has looked for NaN, and all records of these sites.
@@ -69,6 +70,9 @@ def check_first_batches(federation: Federation) -> tuple[int, int]:
         name = SiteId(site.name)
         first = name if first is None else first
         try:
+            if job.statistics is not None:
+                federation.statistics_trainer(name)
+                continue
             _check_size(federation, name)
             read = _check_records(federation, name)
             _check_columns(federation, first, name)

@@ -150,7 +150,10 @@ def _check_model(job: "JobSpec", elsewhere: Sequence[str]) -> int:
 
 
 def _say_size(job: "JobSpec", size: int) -> None:
-    say(f"{job.name}: {job.rounds} rounds, {len(job.sites)} sites, {size:,} values")
+    from federation.job.statistics_checks import planned_rounds  # noqa: PLC0415 -- keeps `--help` fast
+
+    rounds, sites = planned_rounds(job), len(job.sites)
+    say(f"{job.name}: {rounds} rounds, {sites} sites, {size:,} values")
 
 
 def _site_rows(dealt: "DataDistributed") -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from federation.job.statistics_table import (
 
 FACTORY = "clients.models:sums"
 _PAIR = 2
+_UNITS = ("none", "record")  # Of privacy. For others, sums have no noise of their own.
 _SPARE_ROUNDS = 2  # Lost rounds that a run survives.
 _MOST_VALUES = 250_000  # That an update has, of 4 bytes each.
 
@@ -60,12 +61,12 @@ def filled(document: Mapping[str, Any], spec: StatisticsSpec) -> dict[str, Any]:
     secure = dict(_table(privacy, "secure_aggregation"))
     sites = document.get("sites")
     num_sites = len(sites) if isinstance(sites, list | tuple) and sites else 1
-    noised = private.get("unit", "none") != "none"
-    asked = table_of(spec, num_sites, noised=noised)
+    unit = private.get("unit", "none")
+    asked = table_of(spec, num_sites, noised=unit != "none")
     if private:
         private.setdefault("reserve_rounds", 0)
         privacy["differential_privacy"] = private
-    if secure.get("enabled"):
+    if secure.get("enabled") and unit in _UNITS:
         secure.setdefault("element_bound", asked.element_bound)
         privacy["secure_aggregation"] = secure
     if privacy:
@@ -140,7 +141,9 @@ def check_statistics(job: JobSpec) -> Iterator[JobError]:
                 key=key,
             )
     secure = job.privacy.secure_aggregation
-    if secure.enabled and secure.element_bound != asked.element_bound:
+    is_allowed = job.privacy.differential_privacy.unit in _UNITS
+    bound = asked.element_bound if is_allowed else None
+    if secure.enabled and secure.element_bound != bound:
         yield JobError(
             "element_bound follows from [statistics]: remove it",
             key="privacy.secure_aggregation",

@@ -18,7 +18,7 @@ from support.without_report import simulate
 import crossfed
 from deploy.cli.commands import main
 from deploy.wiring import parts as wiring
-from federation.errors import RunNotFound, SiteError
+from federation.errors import JobError, RunNotFound, SiteError
 from federation.ids import SiteId
 from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
@@ -262,6 +262,38 @@ def test_the_verb_prints_and_keeps_what_a_run_found(
     Path("plain.toml").write_text('name = "x"\n')
     assert main(["stats", "plain.toml"]) == 2
     assert main(["stats", "nothing"]) == 2
+
+
+def test_a_job_of_statistics_can_be_checked(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Its columns are read, and no step is taken."""
+    path = tmp_path / "job.toml"
+    noise = {"differential_privacy": {"unit": "record", "target_epsilon": 1.0}}
+    for privacy in (None, SECURE, SECURE | noise):
+        spec = job(folder) if privacy is None else job(folder, privacy=privacy)
+        path.write_text(tomli_w.dumps(job_file.document(spec)))
+        assert main(["check-job", str(path)]) == 0
+        out = capsys.readouterr().out
+        assert ": 2 rounds, 3 sites, " in out
+        assert "the job is sound" in out
+    assert main(["check-job", str(path), "--set", 'statistics.columns.0.names=["x"]'])
+    assert "site 'south' has no column 'x'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unit", ["joint", "site"])
+def test_noise_of_another_unit_is_refused_for_one_reason(unit: str):
+    document = {
+        "name": "s",
+        "statistics": {"columns": [AGE]},
+        "sites": [{"name": name} for name in SITES],
+        "privacy": SECURE
+        | {"differential_privacy": {"unit": unit, "target_epsilon": 1.0}},
+    }
+    with pytest.raises(JobError) as caught:
+        job_file.parse(document)
+    assert "element_bound" not in str(caught.value)
+    assert 'unit = "record"' in str(caught.value)
 
 
 def test_a_run_of_statistics_standardises_training(
