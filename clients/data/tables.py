@@ -1,6 +1,7 @@
 """Tables: columns of numbers and words with names, from CSV, Parquet or NumPy files."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -242,6 +243,10 @@ def _of_arrow(
     loaded = _read(file, read, (OSError, pa.ArrowException))
     if loaded.num_columns and not loaded.num_rows:
         raise SiteError(f"{file.name} has no records")
+    if twice := [n for n, times in Counter(loaded.column_names).items() if times > 1]:
+        raise SiteError(
+            f"{file.name} has several columns {twice[0]!r}: rename all but one"
+        )
     found: dict[str, Column] = {}
     for spec in loaded.schema:
         unit = (spec.metadata or {}).get(b"unit", b"").decode(errors="replace")

@@ -59,6 +59,7 @@ def test_records_of_unknown_persons_are_nobody_elses(tmp_path: Path):
         ("north.csv", "a,b\n1,2\n707\n", "Expected 2 columns, got 1; mend"),
         ("north.csv", "", "Empty CSV file; mend"),
         ("north.csv", "a,b\n", "north.csv has no records"),
+        ("north.csv", "a,b,a\n1,2,3\n", "north.csv has several columns 'a'"),
         ("north.parquet", "707", "it is damaged, or no .parquet file; mend"),
         ("north.npz", "707", "it is damaged, or no .npz file; mend"),
     ],
