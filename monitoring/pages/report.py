@@ -312,12 +312,24 @@ def _privacy_tiles(view: RunView) -> Sequence[Tile]:
     return (tile, held_out) if view.trains else (tile,)
 
 
+def _rounds_tile(view: RunView) -> Tile:
+    done, planned = view.rounds_completed, view.started.rounds
+    if not view.trains:
+        return Tile("Rounds", f"{done}", "that added up the sums")
+    if not planned:
+        return Tile("Rounds", "none", "the model was only evaluated")
+    ends = ", ".join(str(event.last_round) for event in view.extended)
+    extended = f"; extended after round {ends}" if ends else ""
+    return Tile("Rounds", f"{done} of {planned}", f"that changed the model{extended}")
+
+
 def _tiles(view: RunView, found: RunStatistics | None) -> Sequence[Tile]:
     last = view.last_evaluated
     loss = loss_of(last.pooled if last else None)
     after = "never evaluated"
     if last:
-        after = f"after round {last.round_index}"
+        only = not view.started.rounds
+        after = "of the given model" if only else f"after round {last.round_index}"
         part = view.started.share(last.sites, view.started.sites)
         after += f", {part}" if part else ""
     noisy = privacy_words.NOISY if loss is not None else ""
@@ -340,12 +352,6 @@ def _tiles(view: RunView, found: RunStatistics | None) -> Sequence[Tile]:
     failures = units.format_count(view.totals.num_failures, "failure")
     resumes = units.format_count(view.coordinators - 1, "resume")
     traffic = units.format_bytes(view.bytes_up + view.bytes_down)
-    rounds = Tile("Rounds", f"{view.rounds_completed}", "that added up the sums")
-    ends = ", ".join(str(event.last_round) for event in view.extended)
-    extended = f"; extended after round {ends}" if ends else ""
-    if view.trains:
-        done = f"{view.rounds_completed} of {view.started.rounds}"
-        rounds = Tile("Rounds", done, f"that changed the model{extended}")
     time_note = "virtual, " if view.started.engine == VIRTUAL else ""
     time_note += resumes if view.coordinators > 1 else "without a restart"
     after += "" if loss_noise is None else f", with noise of {loss_noise:.2g}"
@@ -359,7 +365,7 @@ def _tiles(view: RunView, found: RunStatistics | None) -> Sequence[Tile]:
         results,
         *(own or (quality,)),
         *_privacy_tiles(view),
-        rounds,
+        _rounds_tile(view),
         Tile("Sites", f"{len(view.started.sites):,}", failures),
         Tile("Traffic", traffic, f"{up} up, {down} down"),
         Tile("Time", units.format_duration(view.seconds), time_note),

@@ -24,7 +24,7 @@ from federation.job.evaluation_job import make_evaluation
 from federation.job.spec import JobSpec
 from federation.messages import LedgerAnchor, RoundTask, TaskKind
 from federation.rounds.local_work import check_task
-from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_folder import RunFolder, leave_report
 from monitoring.terminal import outcome
 
 pytestmark = pytest.mark.slow
@@ -91,6 +91,11 @@ def test_results_are_those_of_pooled_data(
     predicted = done.summary()["predicted"]
     assert predicted["bytes_down"] == [done.bytes_down] * 2
     assert "model       " in "\n".join(outcome.lines(done.view))
+    leave_report(RunFolder(tmp_path / "run"))
+    page = RunFolder(tmp_path / "run").report.read_text()
+    assert "<h2>Evaluation</h2>" in page
+    assert "only evaluated" in page
+    assert "of the given model" in page
 
 
 def is_result(event: object) -> bool:
