@@ -52,10 +52,10 @@ _EMPTY = ("", "`{}`", "`[]`", '`""`')  # Defaults that say nothing.
 # Arguments of so many verbs are described once.
 _COMMON = 3
 _WORDS: Mapping[Any, str] = {
-    int: "whole number",
+    int: "integer",
     float: "number",
-    bool: "true or false",
-    str: "text",
+    bool: "boolean",
+    str: "string",
     bytes: "bytes",
     type(None): "nothing",
 }
@@ -130,7 +130,25 @@ _EXPLAINED = {
     ("round_index", "Number of the round, from 1."),
     ("bytes_down", "Bytes sent to the site for this task."),
     ("bytes_up", "Bytes received from the site."),
+    *((name, "") for name in ("run_id", "round_index", "site")),
+    ("run_id", "ID of the run; messages of other runs are rejected."),
+    ("round_index", "The round of the task."),
+    ("site", "The site that gets the task."),
+    ("site", "The site that answers."),
+    ("phases", "Where the site's time went; empty with differential privacy."),
+    ("spent", "With differential privacy, what the site has spent."),
+    ("based_on", "As in the task."),
+    ("fragment", "As in the task."),
+    ("leaving", "Why the site leaves after this round; None if it stays."),
 }
+_EVERY_MESSAGE = (
+    "Every message names its run (`run_id`; others are rejected), its round "
+    "(`round_index`) and the site that gets or answers the task (`site`). An answer "
+    "repeats its task's `based_on` and `fragment`, and may have `phases`, where the "
+    "site's time went (empty with differential privacy); `spent`, what it has spent "
+    "with differential privacy; and `leaving`, why it leaves after this round. The "
+    "lists below have these only if they mean something else."
+)
 _WIRE_PARTS = (
     "[Events](events.md#parts-of-events) describe `MetricSums`, `Phase` and "
     "`FailureKind`, which messages and events share."
@@ -337,11 +355,6 @@ def _job_table(
     title = "Top level" if not name else f"`[[{name}]]`" if is_list else f"`[{name}]`"
     text, said = documented(spec)
     yield from (f"## {title}", "", text, "")
-    home, known = _homes().get(spec, (page, name))
-    if (home, known) != (page, name):
-        where = "" if home == page else home
-        yield from (f"Its keys are those of [`[{known}]`]({where}#{_slug(known)}).", "")
-        return
     hints = typing.get_type_hints(spec)
     for field in dataclasses.fields(spec):
         if _table_in(hints[field.name]) is None:
@@ -350,12 +363,20 @@ def _job_table(
     inner = list(_inner(spec, name))
     if inner:
         links = (
-            f"[`{full}`](#{_slug(full)})" + (" (required)" if required else "")
-            for _, full, _, required in inner
+            f"[`{full}`]({_home(table, full, page)})"
+            + (" (required)" if required else "")
+            for table, full, _, required in inner
         )
         yield from (f"Tables inside: {', '.join(links)}.", "")
     for table, full, listed, _ in inner:
-        yield from _job_table(table, full, page, is_list=listed)
+        if _home(table, full, page) == f"#{_slug(full)}":
+            yield from _job_table(table, full, page, is_list=listed)
+
+
+def _home(table: type, name: str, page: str) -> str:
+    """Where the keys of a table are listed: once, for all files that have it."""
+    home, known = _homes().get(table, (page, name))
+    return f"{'' if home == page else home}#{_slug(known)}"
 
 
 def _table_in(hint: Any) -> type | None:
@@ -417,7 +438,7 @@ def _cli() -> Iterator[str]:
     counts = Counter(row for _, _, rows in verbs for row in rows)
     usual = dict[str, tuple[str, str]]()  # What most verbs mean by it.
     for row, num in counts.most_common():
-        if num >= _COMMON and row[0].startswith("`-"):
+        if num >= _COMMON:
             usual.setdefault(row[0], row)
     common = [row for row in counts if row in usual.values()]
     yield from ("## Common arguments", "")
@@ -514,7 +535,7 @@ def _wire() -> Iterator[str]:
         for name, _, comment in pattern.findall(inspect.getsource(module))
     ]
     yield from _table(("Limit", "Value", "Note"), rows)
-    yield from ("## Messages", "")
+    yield from ("## Messages", "", _EVERY_MESSAGE, "")
     for kind in _TRAVELLERS:
         yield from _described(kind, level=3)
     yield from _words(messages.SecureStep, level=3)
@@ -567,13 +588,20 @@ def _type(hint: Any) -> str:
         return " or ".join(_type(part) for part in parts if part is not type(None))
     if origin is tuple:
         inside = parts[:1] if parts[-1] is Ellipsis else parts
-        return "list of " + ", ".join(_type(part) for part in inside)
+        return "list of " + ", ".join(_plural(_type(part)) for part in inside)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return f"`{hint.__name__}`"
     is_word = isinstance(hint, type) and issubclass(hint, enum.Enum)
     if is_word or isinstance(hint, typing.NewType):
-        return "text"
+        return _WORDS[str]
     return _WORDS.get(hint, "array" if "ndarray" in str(hint).lower() else "table")
+
+
+def _plural(words: str) -> str:
+    """A type in a list; the name of a class stays as it is."""
+    if words.startswith("list of "):
+        return words.replace("list", "lists", 1)
+    return words if words.startswith("`") or words == "bytes" else f"{words}s"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
