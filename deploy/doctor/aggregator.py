@@ -20,8 +20,7 @@ from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.doctor import (
     checks as doctor,
-    checks as doctor_exchange,
-    checks as doctor_flower,
+    exchange as doctor_exchange,
 )
 from deploy.doctor.checks import Check, ok, or_problem, problem, warning
 from federation import folder_lock
@@ -48,7 +47,7 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
         yield problem("aggregator", str(error), advice)
         return
     yield ok("aggregator", f"{path} is valid")
-    yield doctor_flower.check_flower()
+    yield doctor.check_flower()
     folder = config.folder
     yield from doctor.check_identity(
         folder / "aggregator.pem", folder / "roster.toml", lost=_RESTORE

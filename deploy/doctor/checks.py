@@ -2,35 +2,27 @@
 
 Every check looks and changes nothing but a temporary file. What it finds is a line:
 ok, a warning (it works, or would if asked otherwise), or a problem.
-
-Of the exchange's store it finds whether it works, and how fast. The aggregator leaves
-an object where models are kept, which sites fetch; a site leaves one below its own
-name. Each is written over the next time, since a site need not be allowed to delete, or
-to read what it has written.
 """
 
-import contextlib
 import os
 import platform
-import re
 import shutil
 import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, ParamSpec
 
-from deploy.wiring import exchange
-from deploy.wiring.exchange import ExchangeSpec
-from federation.errors import FederationError, ObjectNotFound
-from federation.protocols import Clock, ObjectStore
+from packaging.requirements import Requirement
+
+from federation.errors import FederationError
+from federation.protocols import Clock
 from privacy import own_folder
 from privacy.membership.key_files import is_encrypted
-from privacy.membership.releases import numbers
 from privacy.membership.roster_file import describe
 from privacy.secagg.agreement import identity, roster
 from privacy.secagg.agreement.identity import PublicIdentity
@@ -51,7 +43,6 @@ _LATEST = datetime(2100, 1, 1, tzinfo=UTC).timestamp()
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _PRIVATE_MODE = 0o600
 _PAIR = 2
-_REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)(?:>=([0-9.]+))?$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +110,7 @@ def examine(
         runs: The folder of all runs, which need not exist.
         clock: This machine's.
     """
-    checks = [*check_packages(metadata_requirements()), *check_torch()]
+    checks = [*check_packages(installed_requirements()), *check_torch()]
     public = None
     if key is not None:
         found, public = check_key(key)
@@ -134,16 +125,16 @@ def examine(
     return [*checks, check_clock(clock, [Path(__file__), *files])]
 
 
-def metadata_requirements() -> Sequence[str] | None:
+def installed_requirements() -> Sequence[Requirement] | None:
     """Requirements of the installed crossfed; None if it is not installed."""
     try:
         found = metadata.requires("crossfed") or []
     except metadata.PackageNotFoundError:
         return None
-    return [text for text in found if ";" not in text]
+    return [Requirement(text) for text in found]
 
 
-def check_packages(requirements: Sequence[str] | None) -> Iterator[Check]:
+def check_packages(requirements: Sequence[Requirement] | None) -> Iterator[Check]:
     """Python and the packages that crossfed needs, and their versions."""
     yield ok("python", platform.python_version())
     if requirements is None:
@@ -153,10 +144,18 @@ def check_packages(requirements: Sequence[str] | None) -> Iterator[Check]:
             "install it: python -m pip install crossfed",
         )
         return
-    for text in sorted(requirements):
-        match = _REQUIREMENT.match(text.replace(" ", ""))
-        if match is not None:
-            yield _check_package(match[1], match[2])
+    for each in sorted(requirements, key=lambda each: each.name):
+        if each.marker is None:
+            install = f"python -m pip install '{each.name}{each.specifier}'"
+            yield _check_package(each, install)
+
+
+def check_flower() -> Check:
+    """Check Flower's package, which runs between machines need."""
+    found = [x for x in installed_requirements() or () if x.name == "flwr"]
+    needed = found[0] if found else Requirement("flwr")
+    install = "python -m pip install 'crossfed[flower]'"
+    return replace(_check_package(needed, install), name="flower")
 
 
 def check_torch() -> Iterator[Check]:
@@ -358,17 +357,14 @@ def check_clock(clock: Clock, files: Iterable[Path]) -> Check:
     return ok("clock", _date(now))
 
 
-def _check_package(name: str, lowest: str | None) -> Check:
+def _check_package(requirement: Requirement, install: str) -> Check:
+    name, specifier = requirement.name, requirement.specifier
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return problem(name, "it is not installed", f"python -m pip install {name}")
-    if lowest is not None and numbers(version) < numbers(lowest):
-        return problem(
-            name,
-            f"{version} is older than {lowest}",
-            f"python -m pip install --upgrade {name}",
-        )
+        return problem(name, "it is not installed", install)
+    if not specifier.contains(version, prereleases=True):
+        return problem(name, f"{version} is not {specifier}", install)
     return ok(name, version)
 
 
@@ -430,111 +426,3 @@ def _date(seconds: float) -> str:
 
 def _line(thing: object) -> str:
     return " ".join(str(thing).split())[:300]
-
-
-PROBE_BYTES = 4 << 20
-SLOW_BYTES_PER_SECOND = 1e6
-AGGREGATORS_PROBE = "model/doctor/probe"
-_NAME = "exchange"
-
-
-def sites_probe(site: str) -> str:
-    """Key of a site's object."""
-    return f"sites/{site}/doctor/probe"
-
-
-def checks(spec: ExchangeSpec, *, site: str | None, clock: Clock) -> Iterator[Check]:
-    """Write and read an object, as a run would.
-
-    Args:
-        spec: Settings of the store.
-        site: Whose configuration names it; None for the aggregator's.
-        clock: Measures how long it takes.
-    """
-    try:
-        store = exchange.open_exchange(spec)
-        if store is None:
-            yield ok(_NAME, f"none: models above {spec.threshold_mb} MiB are refused")
-            return
-        with contextlib.closing(store):
-            yield _written(store, site, clock)
-            yield _read(store, site, clock)
-    except FederationError as error:
-        yield problem(
-            _NAME,
-            f"{spec.url}: {error}",
-            "correct [exchange], or this machine's permissions there: see "
-            "docs/howto/every-federation.md",
-        )
-
-
-def _written(store: ObjectStore, site: str | None, clock: Clock) -> Check:
-    key = AGGREGATORS_PROBE if site is None else sites_probe(site)
-    content = os.urandom(PROBE_BYTES)  # Or something on the way would compress it.
-    begin = clock.monotonic()
-    store.put(key, [content])
-    return _speed(f"writing to {store.url}:", clock.monotonic() - begin)
-
-
-def _read(store: ObjectStore, site: str | None, clock: Clock) -> Check:
-    begin = clock.monotonic()
-    try:
-        store.read(AGGREGATORS_PROBE)
-    except ObjectNotFound:
-        if site is None:
-            raise
-        return warning(
-            _NAME,
-            f"{store.url} has nothing to read yet",
-            "ask the aggregator's operator to run crossfed doctor --aggregator",
-        )
-    return _speed(f"reading from {store.url}:", clock.monotonic() - begin)
-
-
-def _speed(what: str, seconds: float) -> Check:
-    speed = PROBE_BYTES / max(seconds, 1e-9)
-    found = f"{what} {speed / 1e6:.1f} MB/s"
-    if speed >= SLOW_BYTES_PER_SECOND:
-        return ok(_NAME, found)
-    advice = "a large model will take a long time: raise round_deadline_seconds"
-    return warning(_NAME, found, advice)
-
-
-INSTALL = "python -m pip install 'crossfed[flower]'"
-
-Version = tuple[int, ...]
-
-
-def check_flower() -> Check:
-    """Check Flower's package, which runs between machines need."""
-    try:
-        version = metadata.version("flwr")
-    except metadata.PackageNotFoundError:
-        return problem("flower", "it is not installed", INSTALL)
-    limits = None
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        limits = range_of(metadata.requires("crossfed") or [])
-    if limits is not None and not limits[0] <= _numbers(version) < limits[1]:
-        low, high = (".".join(map(str, limit)) for limit in limits)
-        return problem(
-            "flower", f"{version} is not at least {low} and below {high}", INSTALL
-        )
-    return ok("flower", version)
-
-
-def range_of(needs: list[str]) -> tuple[Version, Version] | None:
-    """The lowest supported version of Flower, and the first unsupported one.
-
-    Args:
-        needs: Requirements of a package; None is returned if they do not say.
-    """
-    for text in needs:
-        limits = dict(re.findall(r"(>=|<)\s*([\d.]+)", text.partition(";")[0]))
-        if re.match(r"flwr\b", text) and len(limits) == 2:  # noqa: PLR2004
-            return _numbers(limits[">="]), _numbers(limits["<"])
-    return None
-
-
-def _numbers(version: str) -> Version:
-    """Major and minor; the rest does not matter."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -21,20 +21,18 @@ from cloud_adapters.net.outbound import https_line, proxy_note
 from cloud_adapters.net.tls import client_context, clock_doubt
 from deploy.doctor import (
     checks as doctor,
-    checks as doctor_exchange,
-    checks as doctor_flower,
+    exchange as doctor_exchange,
     home as doctor_home,
     relay as doctor_relay,
 )
 from deploy.doctor.checks import (
-    PROBE_BYTES,
-    SLOW_BYTES_PER_SECOND,
     Check,
     ok,
     or_problem,
     problem,
     warning,
 )
+from deploy.doctor.exchange import PROBE_BYTES, SLOW_BYTES_PER_SECOND
 from deploy.site_host import config as site_file, folder as site_folder
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.enrol import newest_roster
@@ -67,7 +65,7 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
         yield problem("site", str(error), advice)
         return
     yield ok("site", f"{config.file.name!r}, from {path}")
-    yield doctor_flower.check_flower()
+    yield doctor.check_flower()
     yield from doctor_home.checks(config)
     is_elsewhere = doctor_home.is_elsewhere(config)
     if is_elsewhere:
