@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from deploy.aggregator_host import config as aggregator_file, host_secrets
 from deploy.aggregator_host.config import AggregatorConfig
+from deploy.exit_codes import FAILED
+from deploy.service_log import service_log
 from federation.clock import SystemClock
 from federation.errors import FederationError
 from federation.protocols import Clock
@@ -53,7 +55,13 @@ def address(config: AggregatorConfig) -> str:
     return f"http://127.0.0.1:{config.file.monitor.port}/?token={page}"
 
 
-def serve(config: AggregatorConfig, stopped: threading.Event) -> None:
+def serve(
+    config: AggregatorConfig,
+    stopped: threading.Event,
+    *,
+    clock: Clock,
+    log: Callable[[str], None],
+) -> None:
     """Serve the page, and send alerts, until ``stopped`` is set.
 
     Raises:
@@ -65,18 +73,17 @@ def serve(config: AggregatorConfig, stopped: threading.Event) -> None:
     from monitoring.web import alerts  # noqa: PLC0415
     from monitoring.web.run_metrics import RunsCollector  # noqa: PLC0415
 
-    clock = SystemClock()
     collector = RunsCollector(lambda: find_runs(config.runs))
     delivery = alert_delivery.AlertDelivery(
         places=alert_delivery.places(config.file.alerts),
         path=config.folder / "alerts.json",
         clock=clock,
-        listener=print,
+        listener=log,
     )
     host = host_facts.Host(config, clock)
     if config.file.monitor.traces:
         threading.Thread(
-            target=_send_traces, args=(config, clock, stopped), daemon=True
+            target=_send_traces, args=(config, clock, stopped, log), daemon=True
         ).start()
     with _page(config, collector, clock):
         while not stopped.wait(LOOK_SECONDS):
@@ -88,7 +95,10 @@ def serve(config: AggregatorConfig, stopped: threading.Event) -> None:
 
 
 def _send_traces(
-    config: AggregatorConfig, clock: Clock, stopped: threading.Event
+    config: AggregatorConfig,
+    clock: Clock,
+    stopped: threading.Event,
+    log: Callable[[str], None],
 ) -> None:
     """Send rounds as traces, apart from pages and alerts: a collector may be slow."""
     from monitoring.runs.find import find_runs  # noqa: PLC0415
@@ -100,7 +110,7 @@ def _send_traces(
             config.file.monitor.traces, since=clock.now() - RESENT_SECONDS
         )
     except FederationError as error:
-        print(f"no traces are sent: {error}")  # noqa: T201 -- its log
+        log(f"no traces are sent: {error}")
         return
     while not stopped.wait(LOOK_SECONDS):
         try:
@@ -108,7 +118,7 @@ def _send_traces(
         except FederationError as error:
             if str(error) != told:
                 told = str(error)
-                print(f"traces wait: {told}")  # noqa: T201 -- its log
+                log(f"traces wait: {told}")
 
 
 def _of_runs(
@@ -170,10 +180,15 @@ def _page(
 
 def main(arguments: list[str]) -> None:
     """Serve until the service ends it."""
-    stopped = threading.Event()
+    stopped, clock = threading.Event(), SystemClock()
+    log = service_log(clock)
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     os.nice(10)  # Training on the same host comes first.
-    serve(aggregator_file.load(Path(arguments[0])), stopped)
+    try:
+        serve(aggregator_file.load(Path(arguments[0])), stopped, clock=clock, log=log)
+    except FederationError as error:
+        log(str(error))
+        sys.exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ from deploy.cli.arguments import load_job
 from deploy.cli.terminal import (
     complain,
     console,
-    keep_records_in_lines,
     say,
     say_json,
     say_table,
@@ -48,6 +47,7 @@ from deploy.cli.terminal import (
 from deploy.cli.verb_table import Parser, parser_of
 from deploy.cli.web import live_page
 from deploy.exit_codes import DONE, FAILED, STOPPED
+from deploy.service_log import keep_records_in_lines
 from federation.clock import SystemClock
 from privacy import own_folder
 

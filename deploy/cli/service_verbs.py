@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy import service_manager
-from deploy.cli.terminal import interrupts, say, say_json, service_log, tell
+from deploy.cli.terminal import interrupts, say, say_json, tell
 from deploy.exit_codes import DONE, FAILED
+from deploy.service_log import service_log
 from deploy.service_manager import Notify
 from federation.errors import FederationError
 

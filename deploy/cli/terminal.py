@@ -3,23 +3,22 @@
 import argparse
 import contextlib
 import json
-import logging
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from clients.user_code import frames_of, last_frames, origin
 from deploy import exit_codes
 from deploy.exit_codes import FAILED
+from deploy.service_log import plain
 from federation.errors import FederationError, JobError, QuorumNotMet, SiteError
 from federation.typed_json import encode
 
 if TYPE_CHECKING:  # Imports numpy.
-    from federation.protocols import Clock
+    pass
 
 # Width of tables that do not go to a terminal.
 _PIPE_COLUMNS = 200
@@ -28,7 +27,7 @@ _DOTS = 3
 
 def say(text: str) -> None:
     """Write a line of data, without what would control a terminal."""
-    sys.stdout.write(_plain(text) + "\n")
+    sys.stdout.write(plain(text) + "\n")
 
 
 def say_json(value: Any) -> None:
@@ -47,68 +46,12 @@ def _finite(value: Any) -> Any:
 def tell(text: str) -> None:
     """Write a message for a person, if standard error is still open."""
     with contextlib.suppress(OSError):
-        print(f"crossfed: {_plain(text)}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"crossfed: {plain(text)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def note(text: str) -> None:
     """Write a message in one line: what others have sent begins no line."""
     tell(" ".join(text.splitlines()))
-
-
-def service_log(clock: "Clock") -> Callable[[str], None]:
-    """Give every line of a service's log its time, in UTC.
-
-    Returns:
-        What writes a record: one line, and those that its text indents by two spaces.
-        What others have sent begins no record.
-    """
-
-    class Stamped(_OneLine):
-        def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-            return f"{stamp()} crossfed: {super().formatMessage(record)}"
-
-    def stamp() -> str:
-        return f"{datetime.fromtimestamp(clock.now(), UTC):%Y-%m-%d %H:%M:%SZ}"
-
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(Stamped())
-
-    def log(text: str) -> None:
-        lines = (" ".join(each.splitlines()) for each in text.split("\n  "))
-        show(f"{stamp()} crossfed: " + "\n  ".join(lines))
-
-    return log
-
-
-class _OneLine(logging.Formatter):
-    """Keeps each record of a log in one line that controls no terminal."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 -- logging's
-        return _plain(" ".join(super().formatMessage(record).splitlines()))
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802 -- logging's
-        return "\n".join(
-            f"  {_plain(each)}" for each in super().formatException(ei).splitlines()
-        )
-
-
-def keep_records_in_lines() -> None:
-    """Have the handler of programs that set up no logging keep records in one line."""
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(_OneLine())
-
-
-def show(line: str) -> None:
-    """Write a line of another program's log, if standard error is still open."""
-    with contextlib.suppress(OSError):
-        print(_plain(line), file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _plain(text: str) -> str:
-    """Remove what would control a terminal: names and errors may be of anyone."""
-    return "".join(
-        each if each.isprintable() or each in "\n\t" else " " for each in text
-    )
 
 
 def console() -> Any:
@@ -137,7 +80,7 @@ def say_table(
 
     table, output, is_cut = Table(box=None, pad_edge=False), console(), False
     cells = [
-        [" ".join(map(str.strip, _plain(cell).split("\n"))) for cell in row]
+        [" ".join(map(str.strip, plain(cell).split("\n"))) for cell in row]
         for row in rows
     ]
     if cut:

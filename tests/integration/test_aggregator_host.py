@@ -227,9 +227,10 @@ def test_operator_has_a_page_and_metrics(host: Deployment):
 
 
 def test_failed_run_wakes_the_operator(host: Deployment):
-    """Within seconds, without a page, and only once."""
+    """Within seconds, without a page, and only once; a place that is down is logged."""
     told, config = host.folder / "told", Path(host.config)
     alerts = f'[[alerts]]\ncommand = ["/bin/sh", "-c", "cat >> {told}"]\n'
+    alerts += f'[[alerts]]\nwebhook = "http://127.0.0.1:{free_port()}/"\n'
     config.write_text(f"{config.read_text()}\n{alerts}")
     runs = host.folder / "aggregator" / "runs" / "job"
     # No site has accepted its job: there is no event, only what came of it.
@@ -245,3 +246,7 @@ def test_failed_run_wakes_the_operator(host: Deployment):
     wait_for(record.exists, "a note of what was told")
     assert told.read_text().count("failed") == 1
     assert "run new (job)" in told.read_text()
+    log = host.folder / "aggregator" / "logs" / "monitor.log"
+    wait_for(lambda: "did not reach" in log.read_text(), "a line of the log")
+    for line in log.read_text().splitlines():
+        assert re.match(r"\d{4}(-\d\d){2} \d\d(:\d\d){2}Z crossfed: an alert", line)

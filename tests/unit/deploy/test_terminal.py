@@ -11,6 +11,7 @@ from types import TracebackType
 import pytest
 import safetensors.torch
 
+from deploy import service_log
 from deploy.cli import terminal
 from federation.clock import VirtualClock
 from federation.errors import FederationError, JobError
@@ -24,16 +25,11 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]):
     assert found == {"rows": [{"loss": "NaN"}, ["Infinity", 1.0]]}
 
 
-def test_a_log_controls_no_terminal(capsys: pytest.CaptureFixture[str]):
-    terminal.show("a\x1b[2J\tb")
-    assert capsys.readouterr().err == "a [2J\tb\n"
-
-
 def test_what_others_send_begins_no_line_of_a_log(
     capsys: pytest.CaptureFixture[str],
 ):
     terminal.note("refused: a\ncrossfed: all is well\u2028b\x1b[2J")
-    terminal.keep_records_in_lines()
+    service_log.keep_records_in_lines()
     assert logging.lastResort is not None
     error = ValueError("a\ncrossfed: all is well\x1b")
     about = (ValueError, error, None)
@@ -48,18 +44,18 @@ def test_what_others_send_begins_no_line_of_a_log(
 
 def test_each_line_of_a_services_log_has_its_time(capsys: pytest.CaptureFixture[str]):
     """Also those of libraries; what others send begins no line."""
-    log = terminal.service_log(VirtualClock(86_400.0))
-    log("refused: a\ncrossfed: all is well\n  b = 1\nc")
+    log = service_log.service_log(VirtualClock(86_400.0))
+    log("refused: a\ncrossfed: all is well\n  b = 1\nc\x1b[2J")
     logging.getLogger("x.y").propagate = False
     logging.lastResort.handle(  # type: ignore[union-attr]
         logging.LogRecord("a", logging.ERROR, "f", 1, "b\nc", (), None)
     )
     assert capsys.readouterr().err.splitlines() == [
         "1970-01-02 00:00:00Z crossfed: refused: a crossfed: all is well",
-        "  b = 1 c",
+        "  b = 1 c [2J",
         "1970-01-02 00:00:00Z crossfed: b c",
     ]
-    terminal.keep_records_in_lines()
+    service_log.keep_records_in_lines()
 
 
 def test_a_row_is_one_line_if_its_last_cell_is_cut(
