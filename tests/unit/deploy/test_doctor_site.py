@@ -161,3 +161,18 @@ def test_limit_for_all_runs_is_demanded(federation: Federation):
     found = examined(federation)["budget"]
     assert found.status == "warning"
     assert "policy.total_epsilon" in found.advice
+
+
+def test_skew_that_a_request_cannot_show_is_not_reported():
+    """A date has whole seconds, and is as old as its way here was long."""
+    date = "Thu, 01 Jan 1970 01:00:00 GMT"
+    found = {
+        now: [check.found for check in doctor_site._skew(date, now, 0.5)]
+        for now in (3598.0, 3599.1, 3601.4, 3602.0)
+    }
+    assert found == {
+        3598.0: ["2 s behind the aggregator's"],
+        3599.1: ["less than 3.0 s"],
+        3601.4: ["less than 3.0 s"],
+        3602.0: ["2 s ahead of the aggregator's"],
+    }
