@@ -106,7 +106,8 @@ class Participation:
             )
             yield (
                 f"sites waited {format_fraction(self.share)} of their time in rounds, "
-                f"{format_duration(total)} of all sites together, for {for_whom}"
+                f"{format_duration(total)} of all sites together"
+                f"{f', for {for_whom}' if for_whom else ''}"
             )
         tasks, wasted, seconds = self.surplus
         if tasks:

@@ -99,5 +99,11 @@ def test_words_name_the_cause():
     assert "25.0 %" in waiting
     assert waiting.endswith("for b (99.0 %)")
     assert "2 to 4 rounds; Jain's index 0.90" in fairness
+    even = Participation(
+        counts={}, waited={f"site-{n}": 1.0 for n in range(30)}, share=0.25
+    )
+    assert [*even.words()] == [
+        waiting.partition("1 min 40 s")[0] + "30 s of all sites together"
+    ]
     unknown = Participation(counts={"a": 0}, waited={}, share=None)
     assert [*unknown.words()] == []
