@@ -361,7 +361,7 @@ def _site_table(
     for name, width in (("time", 6), (told, 13), ("up", 8)):
         table.add_column(name, justify="right", no_wrap=True, min_width=width)
     shares = {s.site: s for s in view.data.shares} if view.data else {}
-    reports = {report.site: report for report in row.reports}
+    reports = row.newest
     before = view.rounds[-1].reports if view.current and view.rounds else ()
     dropped = {
         report.site

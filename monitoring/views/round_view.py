@@ -1,7 +1,7 @@
 """One round of a run from its events, and its metrics."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from federation.events import (
@@ -13,7 +13,7 @@ from federation.events import (
     SiteFailed,
     StepTaken,
 )
-from federation.messages import MetricSums, Phase, Resources
+from federation.messages import FailureKind, MetricSums, Phase, Resources
 from monitoring.views.derived_metrics import derived, means
 
 RUNNING = "running"
@@ -165,6 +165,11 @@ class RoundView:
         return tuple(found.items())
 
     @property
+    def newest(self) -> Mapping[str, SiteAnswered | SiteFailed]:
+        """The newest report about each site."""
+        return {report.site: report for report in without_copies(self.reports)}
+
+    @property
     def states(self) -> Mapping[str, str]:
         """What became of each site that it asked."""
         failed = (r.site for r in self.reports if isinstance(r, SiteFailed))
@@ -186,6 +191,25 @@ class RoundView:
             seconds=self.saved.seconds,
         )
         return (*self.finished.phases, checkpoint)
+
+
+def without_copies(
+    reports: Iterable[SiteAnswered | SiteFailed],
+) -> Iterator[SiteAnswered | SiteFailed]:
+    """Leave out answers that came twice: the network's fault, not the site's.
+
+    A site that refuses to work twice has no other report of the round, and stays.
+    """
+    heard = set[tuple[int, str]]()
+    for report in reports:
+        of = report.round_index, report.site
+        if not (
+            isinstance(report, SiteFailed)
+            and report.kind is FailureKind.DUPLICATE
+            and of in heard
+        ):
+            yield report
+        heard.add(of)
 
 
 def loss_of(sums: MetricSums | None) -> float | None:

@@ -47,7 +47,7 @@ from monitoring.views.site_view import (
     EvaluationView,
     Series,
     SiteView,
-    is_failure,
+    failures,
     larger,
     site_view,
     spending,
@@ -293,11 +293,11 @@ class RunView:
 
     @cached_property
     def failures(self) -> tuple[SiteFailed, ...]:
-        """Refused and missing answers, by round, but for those that nobody needed.
+        """Refused and missing answers that rounds needed, by round.
 
         Those of settled rounds are only counted: see ``totals``.
         """
-        return tuple(r for r in self._reports() if is_failure(r))
+        return failures(self._reports())
 
     @cached_property
     def participation(self) -> Participation:

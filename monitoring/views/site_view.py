@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from federation.events import (
     ModelEvaluated,
@@ -12,7 +12,7 @@ from federation.events import (
     SiteShare,
 )
 from federation.messages import FailureKind, MetricSums, PrivacySpent, Resources
-from monitoring.views.round_view import accuracy_of, loss_of
+from monitoring.views.round_view import accuracy_of, loss_of, without_copies
 
 _MOST_SECONDS = 1e12  # A site may claim any number, and a page has to show it.
 
@@ -89,7 +89,7 @@ def site_view(
     """Collect what is known about one site, except its privacy."""
     up, down = step_bytes
     answers = [report for report in reports if isinstance(report, SiteAnswered)]
-    failures = tuple(r for r in reports if is_failure(r))
+    failed = failures(reports)
     return SiteView(
         site=site,
         share=share,
@@ -102,14 +102,18 @@ def site_view(
         training_loss=_series((a.round_index, loss_of(a.training)) for a in answers),
         loss=_series((m.round_index, loss_of(m.sums)) for m in measured),
         accuracy=_series((m.round_index, accuracy_of(m.sums)) for m in measured),
-        failures=failures,
-        num_failures=len(failures),
+        failures=failed,
+        num_failures=len(failed),
     )
 
 
-def is_failure(report: SiteAnswered | SiteFailed) -> TypeGuard[SiteFailed]:
-    """Whether a site did not do what its round needed."""
-    return isinstance(report, SiteFailed) and report.kind is not FailureKind.SURPLUS
+def failures(reports: Iterable[SiteAnswered | SiteFailed]) -> tuple[SiteFailed, ...]:
+    """What sites did not do that their rounds needed."""
+    return tuple(
+        report
+        for report in without_copies(reports)
+        if isinstance(report, SiteFailed) and report.kind is not FailureKind.SURPLUS
+    )
 
 
 def total(used: Sequence[Resources]) -> Resources | None:

@@ -164,7 +164,7 @@ class RunFeed:
     def _now(self, view: RunView, now: float, *, state: str) -> str:
         """The round in progress: who is awaited, and what failed."""
         row = view.current
-        answered = {} if row is None else {found.site: found for found in row.reports}
+        answered = {} if row is None else row.newest
         silent = [] if row is None else [s for s in row.cohort if s not in answered]
         away = self._missing(self._run) if silent else ()
         silent = [site for site in silent if site in away] or silent

@@ -138,6 +138,26 @@ def test_failures_are_kept_by_kind():
     assert [len(site.failures) for site in view.sites] == [1, 3]
 
 
+def test_answer_that_came_twice_is_no_failure_of_its_site():
+    """Unlike a site that refuses to work twice, and so has not answered."""
+    site, other = TWO_SITES
+    script = Script(rounds=3, failures=((2, other, FailureKind.DUPLICATE),))
+    whole = event_samples.run(script)
+    refused = next(event for event in whole if isinstance(event, SiteFailed))
+    events = list[Event]()
+    for event in whole:
+        events.append(event)
+        if isinstance(event, SiteAnswered) and event.site == site:
+            copy = replace(refused, round_index=event.round_index, site=site)
+            events.append(copy)
+            row = fold(events).current
+            assert row is not None
+            assert isinstance(row.newest[site], SiteAnswered)
+    view = fold(events)
+    assert view.failures == (refused,)
+    assert [each.num_failures for each in view.sites] == [0, 1]
+
+
 def test_failed_last_evaluation_is_seen():
     """Failures after the last round belong to no round but are not lost."""
     events = event_samples.two_sites(2)
