@@ -37,6 +37,15 @@ _OF_NO_ROUND = frozenset(
     {SecureStep.COMMIT, SecureStep.DRAW, SecureStep.ADVERTISE, SecureStep.CONFIRM}
 )
 
+_SILENT = frozenset(
+    {
+        FailureKind.DEADLINE,
+        FailureKind.UNREACHABLE,
+        FailureKind.DISCONNECTED,
+        FailureKind.BUSY,
+    }
+)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SecureExchange:
@@ -105,6 +114,10 @@ class SecureExchange:
         ]
         replies = exchange(self.grid, tasks, deadline_seconds=self.deadline_seconds)
         self.take_answers(record, step, replies, accept)
+
+    def silent(self, sites: Iterable[SiteId]) -> list[SiteId]:
+        """The sites of some whose last task had no answer at all."""
+        return [site for site in sites if self.failed.get(site) in _SILENT]
 
     def take_answers(
         self,

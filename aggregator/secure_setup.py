@@ -6,12 +6,18 @@ was seen to end (``FailureKind.DISCONNECTED``). The next round begins with a new
 of all sites but those that are left out for a fault (``blame``): other run keys,
 another h_U, round numbers that continue. One attempt a round at most; and if someone is
 missing from it while enough others have keys, they continue under the setup that they
-have.
+have. If there is no such setup, who was silent twice is left out of the next one: not
+who refuses it, since that takes a person.
 """
+
+from collections import Counter
+from collections.abc import Collection
 
 from federation.ids import SiteId
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.protocol.setup import SetupRecord
+
+_MOST_SILENCES = 2  # A site may be slow once.
 
 
 class RunSetup:
@@ -20,6 +26,8 @@ class RunSetup:
     def __init__(self, contract: Contract) -> None:
         """Begin without one."""
         self._quorum = contract.quorum
+        self._sites = frozenset(member.site for member in contract.members)
+        self._silent: Counter[SiteId] = Counter()
         self._record: SetupRecord | None = None
         self._lacking: set[SiteId] = set()
         self._asked = False
@@ -53,9 +61,28 @@ class RunSetup:
         self._record = record
         self._lacking.clear()
         self._confirmed.clear()
+        for number in record.cohort:
+            del self._silent[record.contract.member(number).site]
+
+    def note_silent(self, sites: Collection[SiteId]) -> None:
+        """Note that these sites were silent in a setup that failed."""
+        self._silent.update(sites)
+
+    def without(self, left_out: Collection[SiteId]) -> Collection[SiteId]:
+        """Add to the sites that a setup leaves out those that were silent too often.
+
+        Not if too few others are left, which need them. A site is asked again once it
+        has answered a task.
+        """
+        silent = {
+            site for site, times in self._silent.items() if times >= _MOST_SILENCES
+        }
+        without = silent.union(left_out)
+        return without if len(self._sites - without) >= self._quorum else left_out
 
     def note_lacking(self, site: SiteId) -> None:
         """Note that a site has no keys of the setup in force."""
+        del self._silent[site]
         self._lacking.add(site)
         self._asked = True
 
@@ -71,6 +98,7 @@ class RunSetup:
 
     def note_answer(self, site: SiteId) -> None:
         """Note that a site has answered a round of the setup in force."""
+        del self._silent[site]
         self._confirmed.add(site)
         self._disconnected.discard(site)
 

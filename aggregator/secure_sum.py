@@ -208,11 +208,13 @@ class SecureGather:
         self, record: RoundRecord, left_out: Collection[SiteId]
     ) -> SetupRecord:
         """Run S1 and S2 with every site that is not left out."""
+        left_out = self._run_setup.without(left_out)
         setup = AggregatorSetup(
             identity=self.identity, contract=self.contract, left_out=left_out
         )
         asked = [SiteId(s.name) for s in self.job.sites if s.name not in left_out]
         offer = setup.offer()
+        self._exchange.failed.clear()
         self._exchange.take(
             record,
             SecureStep.ADVERTISE,
@@ -220,15 +222,19 @@ class SecureGather:
             lambda _: offer,
             lambda _, data: setup.on_advert(data),
         )
-        book = setup.book()
-        self._exchange.take(
-            record,
-            SecureStep.CONFIRM,
-            asked,
-            lambda _: book,
-            lambda _, data: setup.on_confirm(data),
-        )
-        return setup.result()
+        try:
+            book = setup.book()
+            self._exchange.take(
+                record,
+                SecureStep.CONFIRM,
+                asked,
+                lambda _: book,
+                lambda _, data: setup.on_confirm(data),
+            )
+            return setup.result()
+        except TooFewSites:
+            self._run_setup.note_silent(self._exchange.silent(setup.missing()))
+            raise
 
     def _tasks(
         self,

@@ -391,27 +391,58 @@ def _evaluate_last(
     Methods decide which model that is, and what follows from it.
     """
     record = None
-    if job.evaluation.every:
-        shown, kind = state, TaskKind.EVALUATE
-        if evaluates_only(job) and _in_secret(job):
-            # With masks a round is attempted once. So a coordinator notes the number
-            # that it uses, and one that resumes the run takes the next.
-            skip = state.round_index
-            state = replace(state, round_index=skip + 1)
-            _save(parts, state)
-            shown = replace(state, round_index=0)
-        for guest in parts.guests:
-            shown = guest.last_evaluated(shown)
-        record = _open(job, parts, shown, _evaluators(job), kind=kind, skip=skip)
-        # The record tells who failed, and that there are no metrics.
-        with suppress(QuorumNotMet):
-            parts.gather.evaluation(record)
-        record.finish_evaluation()
-        if evaluates_only(job) and not _is_evaluated(job, record):
-            raise _not_evaluated(job, record.verdicts)
+    if evaluates_only(job):
+        state, record = _evaluate_given(job, parts, state)
+    elif job.evaluation.every:
+        record = _evaluation(job, parts, state, skip=skip)
     for guest in parts.guests:
         state = guest.after_run(state, record, at=parts.clock.now(), emit=parts.emit)
     return state
+
+
+def _evaluate_given(
+    job: JobSpec, parts: ServerParts, state: RunState
+) -> tuple[RunState, RoundRecord]:
+    """Have every site evaluate the given model; as in training, repeat a lost round.
+
+    Raises:
+        QuorumNotMet: As many attempts as may be lost in a row had no result.
+        BudgetExceeded: The sites' privacy budgets do not allow another one.
+    """
+    for left in reversed(range(job.schedule.max_lost_rounds)):
+        index = state.round_index
+        begun = replace(state, round_index=index + 1)
+        if _in_secret(job):
+            # With masks a round is attempted once. So a coordinator notes the number
+            # that it uses, and one that resumes the run takes the next.
+            state = begun
+            _save(parts, state)
+        record = _evaluation(job, parts, replace(state, round_index=0), skip=index)
+        verdicts = record.verdicts
+        if _is_evaluated(job, record):
+            return state, record
+        state = record.add_to(begun)
+        if not left or verdicts.out_of_budget or _is_stopped(job, parts, state):
+            break
+        record.events.warned(
+            f"round {index + 1} has no result: the sites evaluate the model again"
+        )
+    raise _not_evaluated(job, verdicts)
+
+
+def _evaluation(
+    job: JobSpec, parts: ServerParts, state: RunState, *, skip: int
+) -> RoundRecord:
+    """Have every site evaluate a state's model, ``skip`` rounds after the next."""
+    for guest in parts.guests:
+        state = guest.last_evaluated(state)
+    kind = TaskKind.EVALUATE
+    record = _open(job, parts, state, _evaluators(job), kind=kind, skip=skip)
+    # The record tells who failed, and that there are no metrics.
+    with suppress(QuorumNotMet):
+        parts.gather.evaluation(record)
+    record.finish_evaluation()
+    return record
 
 
 def _is_evaluated(job: JobSpec, record: RoundRecord) -> bool:

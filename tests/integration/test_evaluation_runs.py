@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import tomli_w
 import torch
 from safetensors.numpy import load_file, save_file
+from support.secure_runs import in_the_clear, run, secure_job, silence
 from support.small_jobs import blobs, small_job
 from support.without_report import simulate
 from torch.nn.functional import cross_entropy
@@ -22,7 +24,17 @@ from federation.ids import RunId, SiteId
 from federation.job import job_file
 from federation.job.evaluation_job import make_evaluation
 from federation.job.spec import JobSpec
-from federation.messages import LedgerAnchor, RoundTask, TaskKind
+from federation.messages import (
+    FailureKind,
+    LeaveReason,
+    LedgerAnchor,
+    RoundTask,
+    SecureStep,
+    SiteMessage,
+    Task,
+    TaskKind,
+)
+from federation.rounds.failures import failure
 from federation.rounds.local_work import check_task
 from monitoring.runs.run_folder import RunFolder, leave_report
 from monitoring.terminal import outcome
@@ -175,6 +187,79 @@ def test_with_masks_a_resumed_evaluation_is_another_round(model: Path, tmp_path:
     results = [e for e in RunFolder(tmp_path / folder).read_events() if is_result(e)]
     assert len(results) == 3
     assert results[0].pooled == results[2].pooled
+
+
+def secure_evaluation(model: Path, **tables: Any) -> JobSpec:
+    """Five sites with masks, of which four are enough."""
+    document = job_file.document(secure_job(**tables))
+    make_evaluation(document, str(model))
+    return pinned(job_file.parse(document), Path())
+
+
+SITE = "site-2"
+
+
+@pytest.mark.parametrize("step", [SecureStep.ADVERTISE, SecureStep.CONFIRM])
+@pytest.mark.parametrize(("times", "attempts"), [(1, 2), (99, 3)])
+def test_an_evaluation_survives_a_site_that_is_silent_in_the_setup(
+    step: SecureStep, times: int, attempts: int, model: Path
+):
+    """The setup asks it twice; then the others evaluate without it."""
+    job = secure_evaluation(model)
+    done = run(job, fault=silence(step.value, [SITE], times=times))
+    (result,) = filter(is_result, done.seen)
+    assert (SITE in result.sites) == (times == 1)
+    assert len({*result.sites} - {SITE}) == 4
+    again = [text for text in done.warnings() if "evaluate the model again" in text]
+    assert len(again) == attempts - 1
+
+
+class Missing:
+    """A site's evaluation tasks that get no answer, for a number of times."""
+
+    def __init__(self, times: int) -> None:
+        self.times, self.rounds = times, list[int]()
+
+    def __call__(self, task: Task, answer: Callable[[], SiteMessage]) -> Any:
+        evaluates = getattr(task, "kind", None) is TaskKind.EVALUATE
+        if task.site == SITE and evaluates and len(self.rounds) < self.times:
+            self.rounds.append(task.round_index)
+            return ()
+        return (answer(),)
+
+
+def test_an_evaluation_without_quorum_is_repeated(model: Path):
+    """As a round of training would be, under another number."""
+    fault = Missing(2)
+    done = run(in_the_clear(secure_evaluation(model, threshold=5)), fault=fault)
+    *_, result = filter(is_result, done.seen)
+    assert len(result.sites) == 5
+    assert fault.rounds == [1, 2]
+
+
+def test_an_evaluation_is_repeated_as_often_as_rounds_may_be_lost(model: Path):
+    fault = Missing(99)
+    schedule = {"max_lost_rounds": 2}
+    with pytest.raises(QuorumNotMet, match="quorum is 5 of 5 sites"):
+        run(secure_evaluation(model, threshold=5, schedule=schedule), fault=fault)
+    assert fault.rounds == [1, 2]
+
+
+def test_a_repeated_evaluation_does_not_ask_a_site_that_has_left(model: Path):
+    asked: list[tuple[str, int]] = []
+
+    def fault(task: Task, answer: Callable[[], SiteMessage]) -> Any:
+        asked.append((task.site, task.round_index))
+        if task.site == SITE:
+            return (failure(task, FailureKind.LEAVING, LeaveReason.SPOT),)
+        return () if asked[-1] == ("site-0", 1) else (answer(),)
+
+    job = in_the_clear(secure_evaluation(model))
+    done = run(job, fault=fault, returned=lambda _sites, _index: ())
+    *_, result = filter(is_result, done.seen)
+    assert len(result.sites) == 4
+    assert [index for site, index in asked if site == SITE] == [1]
+    assert ("site-0", 2) in asked
 
 
 def test_too_few_sites_are_no_result(model: Path, tmp_path: Path):

@@ -214,6 +214,32 @@ def test_those_with_keys_go_on_without_a_site_that_is_gone():
     assert any("the previous setup" in text for text in secure.warnings())
 
 
+@pytest.mark.parametrize("step", [SecureStep.ADVERTISE, SecureStep.CONFIRM])
+def test_the_first_setup_is_made_without_a_site_that_was_silent_twice(
+    step: SecureStep,
+):
+    """P2: it is in the next one, once it has answered a task."""
+    ear = Ear(silence(step.value, [SITE], times=2))
+    secure = run(secure_job(rounds=5), fault=ear)
+    assert secure.statuses() == ["lost", "lost"] + ["completed"] * 3
+    assert [SITE in secure.answered(r) for r in (3, 4, 5)] == [False, True, True]
+    assert secure.failures(3) == [(SITE, NEEDS_SETUP)]
+
+
+def test_those_without_a_silent_site_continue_while_it_stays_away():
+    """P2: also if another one restarts, and all need new keys."""
+
+    def fault(task: Task, answer: Answer) -> Sequence[SiteMessage]:
+        return () if task.site == SITE else (answer(),)
+
+    wraps = {"site-0": lambda site: Restarting(site, [4])}
+    secure = run(secure_job(7, threshold=5, rounds=6), fault=fault, wraps=wraps)
+    assert secure.statuses() == ["lost", "lost"] + ["completed"] * 4
+    assert ["site-0" in secure.answered(r) for r in range(3, 7)] == [
+        *(True, False, True, True)
+    ]
+
+
 def test_run_ends_where_a_site_that_is_needed_stays_away():
     """P1: a setup is tried before each round, until too many are lost."""
     ear = Ear(down_after(2))

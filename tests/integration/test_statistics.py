@@ -13,6 +13,7 @@ import tomli_w
 import torch
 from pyarrow import csv, parquet
 from scipy.spatial.distance import jensenshannon
+from support.secure_runs import run as secure_run, silence
 from support.without_report import simulate
 
 import crossfed
@@ -197,6 +198,22 @@ def test_sums_through_a_relay_and_without_a_dropped_site_are_exact():
     assert clear.statistics is not None
     assert clear.statistics.sites == 4
     assert masked.statistics == replace(clear.statistics, drift=())
+
+
+def test_sums_are_found_without_a_site_that_is_silent_in_the_setup():
+    """The spare rounds are enough for that."""
+    few = {"secure_aggregation": {"enabled": True, "threshold": 4}}
+    document = {
+        "name": "s",
+        "data": {"source": "clients.data:breast_cancer"},
+        "privacy": few,
+        "statistics": {"columns": [{"names": ["0"], "low": -5.0, "high": 5.0}]},
+        "sites": [{"name": f"site-{at}"} for at in range(5)],
+    }
+    fault = silence("advertise", ["site-4"], times=9)
+    done = secure_run(job_file.parse(document), fault=fault)
+    assert done.statuses() == ["lost", "lost", "completed"]
+    assert len(done.answered(3)) == 4
 
 
 def test_a_simulation_warns_of_sums_that_sites_would_refuse(tmp_path: Path):
