@@ -183,9 +183,12 @@ def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         yield problem("aggregator", found, advice)
         return
     seconds = clock.monotonic() - begin
+    took = f"answers in {1e3 * seconds:.0f} ms"
     if status == _OK:
-        found = f"{address} is healthy and answers in {1e3 * seconds:.0f} ms"
-        yield ok("aggregator", found)
+        yield ok("aggregator", f"{address} is healthy and {took}")
+    elif status == _FORBIDDEN and config.certificate is not None:
+        # It shows its health to nobody with a bad certificate: see "admission".
+        yield ok("aggregator", f"{address} {took}")
     else:
         yield warning(
             "aggregator",
@@ -225,13 +228,25 @@ def _is_let_in(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         yield problem("admission", f"the connection ended: {error}", "try again")
         return
     if status == _FORBIDDEN:
-        found = "the aggregator rejects this site's certificate"
-        advice = "it expired or was revoked: ask the operator, and enrol again"
-        yield problem("admission", found, advice)
+        yield _rejected(config.certificate, clock)
     else:
         found = "the aggregator accepts this site's certificate"
         yield ok("admission", found)
         yield from _bandwidth(config, clock)
+
+
+def _rejected(path: Path, clock: Clock) -> Check:
+    """Why the proxy rejects a certificate from the aggregator's own authority."""
+    found = "the aggregator rejects this site's certificate: it "
+    until = parse_certificate(read_private(path)).not_valid_after_utc.timestamp()
+    if until > clock.now():
+        return problem(
+            "admission",
+            f"{found}was revoked",
+            "ask the aggregator's operator why; with a new invitation, enrol in an "
+            "empty folder, because revoked keys are never accepted again",
+        )
+    return problem("admission", f"{found}expired", "enrol again")
 
 
 @or_problem("newest roster", _ENROL)

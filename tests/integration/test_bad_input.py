@@ -115,11 +115,14 @@ def test_way_to_the_aggregator_is_measured(place: Place):
     assert place.proxy.fleet[-1] == "POST /v1/fleet/push-object HTTP/1.1"
 
 
-def test_revoked_site_is_told(place: Place):
-    """And its bandwidth is nobody's business."""
+def test_doctor_says_that_a_site_was_revoked(place: Place):
+    """And not to wait; its bandwidth is nobody's business."""
     place.federation.revoke("site-a")
     found = place.examined(SystemClock())
     assert found["admission"].status == "problem"
+    assert found["admission"].found.endswith("was revoked")
+    assert "empty folder" in found["admission"].advice
+    assert found["aggregator"].status == "ok"
     assert "bandwidth" not in found
 
 
