@@ -162,10 +162,10 @@ class DeployedRun:
         """Layout of the model."""
         return self._federation.pool.layout
 
-    def sealed_end(self, reason: str = "", *, completed: bool = False) -> bytes:
+    def sealed_end(self, *, outcome: str = "", reason: str = "") -> bytes:
         """Return what tells sites that no more tasks of the run will come for them."""
         run_id, identity = self._assembly.run_id, self._parties.identity
-        return introduction.seal_end(run_id, identity, reason, completed=completed)
+        return introduction.seal_end(run_id, identity, outcome=outcome, reason=reason)
 
     def with_site(self, job: JobSpec, members: Roster) -> SignedHandshake:
         """Propose the run to a site that may join it.

@@ -85,7 +85,7 @@ class Door:
             if turned := joining_fault(job, longer):
                 self._again[one.site] = math.inf
                 self.deployed.warn(f"site {one.site!r} enrolled meanwhile: {turned}")
-                end = self.deployed.sealed_end(turned)
+                end = self.deployed.sealed_end(reason=turned)
                 tell(self.api, [int(one.node)], end, clock=self.clock)
                 return
             handshake = self.deployed.with_site(longer, members)

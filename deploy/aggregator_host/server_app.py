@@ -166,11 +166,11 @@ def _run(
     except FederationError as error:
         _tidy(run, frames)
         if not goes_on(error):
-            _over(run, tell_end, deployed.sealed_end())
+            outcome = exit_codes.status_of(exit_codes.of_error(error))
+            _over(run, tell_end, deployed.sealed_end(outcome=outcome))
         raise
     _tidy(run, frames)
-    completed = exit_codes.BY_STATUS[result.status] == exit_codes.DONE
-    _over(run, tell_end, deployed.sealed_end(completed=completed))
+    _over(run, tell_end, deployed.sealed_end(outcome=result.status))
     return result
 
 

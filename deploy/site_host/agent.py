@@ -56,7 +56,7 @@ from deploy.site_host.run import (
     runs_folder,
     site_memory,
 )
-from deploy.site_host.run_lines import RunLines, lost_work, outcome
+from deploy.site_host.run_lines import RunLines, lost_work
 from deploy.wiring import parts as wiring, store_meters
 from deploy.wiring.rehearsal import dropout_notice
 from deploy.wiring.store_meters import StoreMeters, User, Watch
@@ -161,7 +161,7 @@ class SiteAgent:
                     self.listener(f"run {ended} {why}")
                 return b""
             self._close_run(ended)
-            self._tell_ended(ended, completed=end.completed)
+            self._tell_ended(ended, end.outcome)
             return b""
         if introduction.are_statements(sealed):
             statements = introduction.open_statements(sealed, self.roster)
@@ -244,13 +244,14 @@ class SiteAgent:
         for run_id in [*self._runs]:
             self._close_run(run_id)
 
-    def _tell_ended(self, run_id: RunId, *, completed: bool) -> None:
+    def _tell_ended(self, run_id: RunId, outcome: str) -> None:
         lines = self._lines.pop(run_id, None)
         if lines is not None:
-            lines.leave(has_ended=True, completed=completed)
-        elif known := run_status.read_one(self._folder(run_id)):  # Of before a restart.
-            state = outcome(completed=completed)
-            run_status.saver(self._folder(run_id))(replace(known, state=state))
+            lines.end(outcome)
+        elif outcome and (known := run_status.read_one(self._folder(run_id))):
+            # Of before a restart.
+            ended = replace(known, state=outcome, at=self.clock.now())
+            run_status.saver(self._folder(run_id))(ended)
 
     def _tell_accepted(self, run: OpenRun) -> None:
         """Say that the site takes part; not when a coordinator has only restarted."""

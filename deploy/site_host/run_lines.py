@@ -23,6 +23,12 @@ from federation.messages import (
 from federation.protocols import Clock
 from monitoring.units import format_count
 
+_HOW = {
+    "stopped": "was stopped",
+    "exhausted": "ran out of privacy budget",
+    "failed": "failed",
+}
+
 
 @dataclass(eq=False)
 class RunLines:
@@ -109,22 +115,22 @@ class RunLines:
         if task.kind is TaskKind.EVALUATE or is_last:
             self._end("is over")
 
-    def leave(
-        self,
-        *,
-        has_ended: bool = False,
-        completed: bool = False,
-        for_another: bool = False,
-    ) -> None:
-        """Say that the site leaves a run that may go on, or that has ended."""
-        if self._is_over and has_ended:  # Its last task has come before this word.
-            self._save(outcome(completed=completed))
-        if completed:
-            self._end("is over", state=outcome(completed=True))
-        elif has_ended:
-            how = "ended before its last round" if self._has_begun else "did not start"
-            self._end(how)
-        elif self._has_begun and for_another:
+    def end(self, outcome: str) -> None:
+        """Say how the run has ended.
+
+        Args:
+            outcome: As the aggregator has signed it; empty if it only says that the
+                site cannot join.
+        """
+        if self._is_over and outcome:  # Its last task has come before this word.
+            self._save(outcome)
+        where = "before its last round" if self._has_begun else "before it began here"
+        how = f"{_HOW.get(outcome, 'ended')} {where}"
+        self._end("is over" if outcome == "completed" else how, state=outcome)
+
+    def leave(self, *, for_another: bool = False) -> None:
+        """Say that the site leaves a run that may go on."""
+        if self._has_begun and for_another:
             self._end("makes way for another run, and may be resumed")
         elif self._has_begun:
             self._end("is left, and may continue without this site")
@@ -190,11 +196,6 @@ class RunLines:
                 held_out_epsilon=None if spent is None else spent.held_out_epsilon,
             )
         )
-
-
-def outcome(*, completed: bool) -> str:
-    """What a site calls the end of a run, as the aggregator has signed it."""
-    return "completed" if completed else "ended without completing"
 
 
 def _spans(rounds: Collection[int]) -> tuple[tuple[int, int], ...]:

@@ -37,6 +37,8 @@ from privacy.secagg.agreement.roster import Roster
 
 VERSION = 2
 MAX_BYTES = 1 << 21  # a job file has at most half of it
+# How a run ends: ``exhausted`` is out of privacy budget.
+OUTCOMES = ("completed", "stopped", "exhausted", "failed")
 _WHAT = "what noise it needs"
 # No signature begins so.
 _BUNDLE = b"crossfed: introductions of a relay and its sites\n"
@@ -112,13 +114,13 @@ class End:
         version: Version of this message.
         ended: ID of the run.
         reason: Why a site that enrolled meanwhile cannot join it; empty for others.
-        completed: Whether the run has done all that its job asks.
+        outcome: One of ``OUTCOMES``; empty with a reason, since the run goes on.
     """
 
     version: int
     ended: str
     reason: str = ""
-    completed: bool = False
+    outcome: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,10 +233,10 @@ def are_statements(sealed: bytes) -> bool:
 
 
 def seal_end(
-    run_id: RunId, aggregator: Identity, reason: str = "", *, completed: bool = False
+    run_id: RunId, aggregator: Identity, *, outcome: str = "", reason: str = ""
 ) -> bytes:
-    """Sign that a run has no more tasks for a site; with a reason, never had any."""
-    end = End(version=VERSION, ended=run_id, reason=reason, completed=completed)
+    """Sign how a run has ended, or why a site cannot join it."""
+    end = End(version=VERSION, ended=run_id, reason=reason, outcome=outcome)
     return _seal(end, aggregator, Label.END)
 
 
@@ -245,7 +247,10 @@ def open_end(sealed: bytes, roster: Roster) -> End:
         ProtocolError: It does not, or the message is not well formed.
     """
     _verify_aggregator(sealed, roster, Label.END)
-    return _parse(_body(sealed), End)
+    end = _parse(_body(sealed), End)
+    if end.outcome not in ({""} if end.reason else OUTCOMES):
+        raise ProtocolError(f"no run ends as {end.outcome!r:.30}")
+    return end
 
 
 def is_end(sealed: bytes) -> bool:

@@ -282,7 +282,7 @@ def test_site_that_refuses_names_the_key(federation: Deployment):
     assert " is refused: " in log
     assert told in log
     other = (federation.folder / f"{SITES[1]}.log").read_text()
-    assert re.search(r"run \S+ did not start: job 'quickstart'", other)
+    assert re.search(r"run \S+ failed before it began here: job 'quickstart'", other)
     assert "Traceback" not in refused + log
 
 

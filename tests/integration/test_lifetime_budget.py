@@ -203,7 +203,7 @@ def test_a_run_that_has_ended_frees_what_it_had_planned(
     job = private_job()
     assert site.propose(RUNS[0], job) == ""
     assert site.propose(RUNS[1], job) != ""
-    end = introduction.seal_end(RUNS[0], members.aggregator)
+    end = introduction.seal_end(RUNS[0], members.aggregator, outcome="failed")
     assert site.agent.introduce(end) == b""
     assert site.propose(RUNS[1], job) == ""
     site.agent.close()

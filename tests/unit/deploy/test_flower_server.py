@@ -20,6 +20,7 @@ from deploy.aggregator_host.enrolment_book import BookFile, EnrolledSite, Enrolm
 from deploy.aggregator_host.parties import Parties
 from federation.clock import SystemClock
 from federation.errors import (
+    BudgetExceeded,
     FederationError,
     JobError,
     QuorumNotMet,
@@ -33,6 +34,7 @@ from federation.events import Event, Warned
 from federation.job.spec import JobSpec
 from federation.protocols import Grid
 from monitoring.runs.run_folder import RunFolder
+from privacy.membership import introduction
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -215,16 +217,20 @@ def away(run: RunFolder) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("error", "is_tidied"),
-    [(SiteError("refused"), True), (RunConflict("another"), False)],
+    ("error", "outcome"),
+    [
+        (SiteError("refused"), "failed"),
+        (RunStopped("on request"), "stopped"),
+        (BudgetExceeded("nothing left"), "exhausted"),
+        (RunConflict("another"), ""),
+    ],
 )
 def test_exchange_is_tidied_unless_it_is_another_coordinators(
     submitted: tuple[Federation, RunFolder],
     error: FederationError,
-    *,
-    is_tidied: bool,
+    outcome: str,
 ):
-    """What a run leaves there is paid for by the month."""
+    """What a run leaves there is paid for by the month; sites hear how it ended."""
     federation, run = submitted
     parties = Parties.of_run(federation.aggregator, run)  # Keeps the roster.
     with EventWriter(run.events) as note:
@@ -238,12 +244,17 @@ def test_exchange_is_tidied_unless_it_is_another_coordinators(
         raise error
 
     deployed = DeployedRun(run, parties, clock=SystemClock())
-    frames, told = Frames(store=store, scratch=run.path), list[bool]()
+    frames, told = Frames(store=store, scratch=run.path), list[str]()
+
+    def tell_end(sealed: bytes) -> None:
+        assert run.is_locked()  # The service starts no coordinator meanwhile.
+        told.append(introduction.open_end(sealed, parties.roster).outcome)
+
     with pytest.raises(type(error)):
-        _run(deployed, run, connect, frames, lambda _: told.append(run.is_locked()))
-    # Not of another coordinator's run; and the service starts none for a locked one.
-    assert told == [True] * is_tidied
-    left = ["other/1"] if is_tidied else sorted(keys)
+        _run(deployed, run, connect, frames, tell_end)
+    # Not of another coordinator's run.
+    assert told == [outcome] * bool(outcome)
+    left = ["other/1"] if outcome else sorted(keys)
     assert [info.key for info in store.list()] == left
 
 

@@ -239,7 +239,7 @@ def test_the_end_of_a_run_is_passed_on(cloud: Cloud):
     cloud.propose()
     brought = dict[SiteId, bytes]()
     cloud.answer = lambda site, asked: brought.setdefault(site, asked.body) and None
-    end = introduction.seal_end(RUN_ID, cloud.members.aggregator, completed=True)
+    end = introduction.seal_end(RUN_ID, cloud.members.aggregator, outcome="stopped")
     assert cloud.agent.introduce(end) == b""
     assert brought == dict.fromkeys(map(SiteId, SITES), end)
     assert cloud.asked[-1] < 10.0

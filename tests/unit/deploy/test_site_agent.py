@@ -171,15 +171,16 @@ def test_operator_reads_that_a_run_was_left(agent: SiteAgent, members: Consortiu
 
 
 @pytest.mark.parametrize(
-    ("has_begun", "completed", "how"),
+    ("has_begun", "outcome", "how"),
     [
-        (False, False, "did not start"),
-        (True, False, "ended before its last round"),
-        (True, True, "is over"),
+        (False, "failed", "failed before it began here"),
+        (True, "stopped", "was stopped before its last round"),
+        (True, "exhausted", "ran out of privacy budget before its last round"),
+        (True, "completed", "is over"),
     ],
 )
 def test_operator_reads_how_a_run_ended(
-    agent: SiteAgent, members: Consortium, *, has_begun: bool, completed: bool, how: str
+    agent: SiteAgent, members: Consortium, *, has_begun: bool, outcome: str, how: str
 ):
     """As its aggregator has signed; a run that is resumed is accepted once more."""
     said: list[str] = []
@@ -192,14 +193,15 @@ def test_operator_reads_how_a_run_ended(
     with pytest.raises(ProtocolError, match="the aggregator"):
         agent.introduce(introduction.seal_end(RUN_ID, generate(os.urandom)))
     other = RunId("20260102-030405-000009")
-    assert agent.introduce(introduction.seal_end(other, members.aggregator)) == b""
+    end = introduction.seal_end(other, members.aggregator, outcome=outcome)
+    assert agent.introduce(end) == b""
     assert len(said) == number
-    end = introduction.seal_end(RUN_ID, members.aggregator, completed=completed)
+    end = introduction.seal_end(RUN_ID, members.aggregator, outcome=outcome)
     assert agent.introduce(end) == b""
     (run,) = run_status.read(agent.config)
-    assert run.state == ("completed" if completed else how)
+    assert run.state == outcome
     # What an agent that was restarted meanwhile reads, too.
-    again = introduction.seal_end(RUN_ID, members.aggregator, completed=True)
+    again = introduction.seal_end(RUN_ID, members.aggregator, outcome="completed")
     assert agent.introduce(again) == b""
     (run,) = run_status.read(agent.config)
     assert run.state == "completed"
@@ -233,13 +235,28 @@ def test_site_hears_why_it_cannot_join_a_run_and_its_own_runs_go_on(
     accepted(agent, members, small_job(num_sites=2))
     other = RunId("20260102-030405-000009")
     for run_id in (other, other, RUN_ID):
-        end = introduction.seal_end(run_id, members.aggregator, "others\x1b reveal it")
+        end = introduction.seal_end(
+            run_id, members.aggregator, reason="others\x1b reveal it"
+        )
         assert agent.introduce(end) == b""
         (known,) = run_status.status(agent.config).refused
         assert (known.run_id, known.reason.isprintable()) == (other, True)
         assert sum(f"run {other} cannot be joined" in line for line in said) == 1
     # A run of its own is over, whatever the reason.
-    assert said[-1].startswith(f"run {RUN_ID} did not start")
+    assert said[-1].startswith(f"run {RUN_ID} ended before it began here")
+    agent.close()
+
+
+@pytest.mark.parametrize("outcome", ["", "won", "completed ", "stopped\x1b[2J"])
+def test_an_end_of_no_known_kind_is_refused(
+    agent: SiteAgent, members: Consortium, outcome: str
+):
+    accepted(agent, members, small_job(num_sites=2))
+    end = introduction.seal_end(RUN_ID, members.aggregator, outcome=outcome)
+    with pytest.raises(ProtocolError, match="no run ends as"):
+        agent.introduce(end)
+    (run,) = run_status.read(agent.config)
+    assert run.state == "accepted"
     agent.close()
 
 
