@@ -27,6 +27,10 @@ from federation.wire import frame as wire
 from monitoring.units import format_duration
 
 SILENT_SECONDS = 60.0  # An agent hears from the aggregator every three.
+# The end of a run does not reach a site that is away. After so long without a word
+# about a run, the status says that the end may have been missed.
+QUIET_SECONDS = 3600.0
+_OPEN = frozenset({"accepted", "begun", "answered"})
 STATUS, REFUSED = "status.json", "refused.json"
 _MOST_REFUSED, _ID_CHARS = 10, 100
 _RESULTS, _NOISED_RESULTS = "held-out results", "held-out results with noise"
@@ -50,7 +54,9 @@ class RunStatus:
 
     Attributes:
         job: Name of its job.
-        state: ``accepted``, ``begun``, ``answered``, or how it ended here.
+        state: ``accepted``, ``begun``, ``answered``; ``completed``, ``stopped``,
+            ``exhausted`` or ``failed``, as its aggregator has signed; or how this site
+            left it.
         rounds: Rounds of the job.
         answered: Rounds that this site has answered, each counted once.
         last_round: The newest of them; 0 for none.
@@ -243,7 +249,7 @@ def lines(found: SiteStatus, now: float) -> Iterator[str]:
     if not found.runs:
         yield "no run has been accepted here"
     for run in found.runs:
-        yield from _run_lines(run, now)
+        yield from _run_lines(run, state(run, now, is_up=found.is_up))
     begun = {run.run_id: run.at for run in found.runs}
     for one in found.refused:
         if one.at > begun.get(one.run_id, 0.0):
@@ -266,10 +272,24 @@ def _agent(found: SiteStatus, now: float) -> str:
     return f"{runs}; last contact {format_duration(ago)} ago"
 
 
-def _run_lines(run: RunStatus, now: float) -> Iterator[str]:
-    ago = format_duration(max(0.0, now - run.at))
+def state(run: RunStatus, now: float, *, is_up: bool) -> str:
+    """How a run stands at this site, and since when.
+
+    Args:
+        run: As it was noted last.
+        now: Seconds since 1970.
+        is_up: Whether an agent runs.
+    """
+    seconds = max(0.0, now - run.at)
+    ago = f"{format_duration(seconds)} ago"
+    if run.state in _OPEN and (not is_up or seconds > QUIET_SECONDS):
+        return f"{run.state}; last heard of {ago}, end not known"
+    return f"{run.state}, {ago}"
+
+
+def _run_lines(run: RunStatus, how: str) -> Iterator[str]:
     yield ""
-    yield f"run {run.run_id}: job {run.job!r}, {run.state}, {ago} ago"
+    yield f"run {run.run_id}: job {run.job!r}, {how}"
     last = f", the last one {run.last_round}" if run.last_round else ""
     if run.rounds:  # Otherwise it only evaluates.
         yield f"  rounds   {run.answered} of {run.rounds} answered{last}"

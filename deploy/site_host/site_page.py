@@ -68,4 +68,5 @@ def _token(config: SiteConfig) -> str:
 def _shown(config: SiteConfig, clock: Clock) -> dict[str, object]:
     found, now = run_status.status(config), clock.now()
     about, *_ = run_status.lines(found, now)
-    return {"about": about, "found": found, "runs": found.runs[::-1], "now": now}
+    runs = [(run, run_status.state(run, now, is_up=found.is_up)) for run in found.runs]
+    return {"about": about, "found": found, "runs": runs[::-1]}

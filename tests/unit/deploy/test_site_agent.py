@@ -260,6 +260,24 @@ def test_an_end_of_no_known_kind_is_refused(
     agent.close()
 
 
+def test_status_says_when_the_end_of_a_run_may_have_been_missed(
+    agent: SiteAgent, members: Consortium
+):
+    """The end does not reach a site that is away."""
+    accepted(agent, members, small_job(num_sites=2))
+    (run,) = run_status.read(agent.config)
+    for seconds, is_up, missed in (
+        (60, True, False),
+        (60, False, True),
+        (4e3, True, True),
+    ):
+        text = run_status.state(run, run.at + seconds, is_up=is_up)
+        assert ("end not known" in text) is missed, (seconds, is_up)
+    agent.close()
+    (run,) = run_status.read(agent.config)
+    assert "end not known" not in run_status.state(run, run.at + 9e9, is_up=False)
+
+
 def test_operator_sees_what_runs_do_and_what_leaves(
     agent: SiteAgent, members: Consortium
 ):
@@ -296,7 +314,7 @@ def test_operator_sees_what_runs_do_and_what_leaves(
     assert [each.run_id for each in found.runs] == [other.run_id]
     assert found.epsilon == answer.spent.epsilon
     text = "\n".join(run_status.lines(found, other.at + 60))
-    assert "accepted, 1 min 00 s ago" in text
+    assert re.search("accepted; .* 1 min 00 s ago, end not", text)
     assert f"of {format_cap(1000.0)} spent" in text
     assert "no agent runs" in text
     site_folder.note_contact(config.folder)

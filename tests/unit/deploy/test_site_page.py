@@ -60,7 +60,7 @@ def test_operator_sees_what_left_the_site(tmp_path: Path) -> None:
     for is_up in (True, False):
         text = "\n".join(run_status.lines(replace(ends, is_up=is_up), 0.0))
         assert ("that renews it" in text) == (not is_up)
-    for words in (*RUN.sent, "4 of 9 rounds", "3.25 of 8"):
+    for words in (*RUN.sent, "4 of 9 rounds", "3.25 of 8", "end not known"):
         assert words in page, words
     assert HOSTILE not in page
     assert (tmp_path / "page.token").stat().st_mode & 0o777 == 0o600
