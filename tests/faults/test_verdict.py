@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import cells, jobs, table, verdict
-from faults.cells import CELLS, MATRIX, REPRESENTATIVE, Deed, Mode, Victim
-from faults.trial import Result
+from faults import verdict
 from faults.verdict import Run
 
 from federation.clock import VirtualClock
-from federation.job import job_file
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger import FileLedger
 from privacy.dp.ledger.ledger_format import Terms
@@ -64,12 +61,6 @@ def test_a_sound_run_has_no_faults(run: Run):
     assert (run.lost(), run.missing(), run.last_round) == ([2], {}, 3)
 
 
-def test_where_a_round_ended_twice_the_later_counts(run: Run):
-    """A coordinator that died had not saved the first."""
-    again = replace(run, events=[*run.events, finished(3, answered=["b"])])
-    assert again.missing() == {"a": [3]}
-
-
 def test_an_early_end_needs_its_advice(run: Run):
     """And a traceback is never right."""
     ended = replace(run, code=1, words="crossfed: disk full; free space")
@@ -94,13 +85,6 @@ def test_a_round_that_counts_wrongly_is_seen(
     """By the models of the checkpoints."""
     save(run.folder, index, key)
     assert [*verdict.check_rounds(run)] == [fault]
-
-
-def test_a_round_without_a_checkpoint_is_seen(run: Run):
-    """Unless the run ended with it."""
-    more = replace(run, events=[*run.events, finished(4, "lost")])
-    assert "of the rounds [4]" in next(verdict.check_rounds(more))
-    assert [*verdict.check_rounds(replace(more, code=1))] == []
 
 
 def test_a_wrong_sum_of_rounds_is_seen(run: Run):
@@ -151,44 +135,3 @@ def test_another_model_is_seen(run: Run):
     assert len([*verdict.check_closeness(step, one, grid)]) == 1
     assert [*verdict.check_power(run, one, grid)] == []
     assert len([*verdict.check_power(run, one, step)]) == 1
-
-
-def test_every_job_is_sound(tmp_path: Path):
-    """And names the site that is struck."""
-    for chain in (REPRESENTATIVE, *((cell,) for cell in CELLS)):
-        job = job_file.loads(jobs.text_of(*chain))
-        assert jobs.STRUCK in {site.name for site in job.sites}, chain
-
-
-def test_the_few_are_the_most_telling():
-    """Each program, killed or restarted, where ledgers are kept; no deed lasts."""
-    assert {cell.victim for cell in REPRESENTATIVE} == {
-        Victim.COORDINATOR,
-        Victim.SUPERLINK,
-        Victim.PROXY,
-        Victim.SITE,
-    }
-    assert {cell.mode for cell in REPRESENTATIVE} == {Mode.P1_PRIVATE}
-    assert {cell.deed for cell in REPRESENTATIVE} == {Deed.KILL, Deed.RESTART}
-    assert all(cell.seconds == 0 for cell in REPRESENTATIVE)
-
-
-def test_the_matrix_has_everything():
-    """All pairs of victim and deed in each kind of run, but those without sense."""
-    assert len(MATRIX) == 6 * 6 * 5
-    assert len(CELLS) == len(MATRIX) - len(cells.SENSELESS) * len(Mode)
-
-
-def test_tables_tell_what_came_of_each_cell():
-    """Of several results of a cell the newest."""
-    good = Result(name=CELLS[0].name, faults=(), outcome="completed", lost=(3, 4, 5, 9))
-    bad = replace(good, faults=("the model is another",), seconds=12.0)
-    rows = [json.dumps(table.row_of(each, "2026-11-21")) for each in (bad, good)]
-    page = f"a\n{table.BEGIN}\nold\n{table.END}\nz"
-    found = table.fill_in(page, rows)
-    assert (found[:2], found[-2:]) == ("a\n", "\nz")
-    assert "old" not in found
-    assert "| **coordinator** | lost 3-5, 9 | not run |  |  |" in found
-    assert "BAD" not in found
-    assert "**BAD**" in table.fill_in(page, rows[::-1])
-    assert "the model is another" in table.line(bad)

@@ -1,6 +1,5 @@
 """Google's prices, from SKUs in the form that its catalogue documents."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,12 +14,10 @@ from gcp_prices import (
     KEY_FILE,
     GcpPrices,
     key_of,
-    parts_of,
 )
 from support.google_server import Answer, GoogleServer, Request, json_answer
 
 from deploy.fleet import prices
-from deploy.fleet.machine_spec import CloudMachine, SiteMachine
 from deploy.fleet.spec import DeploymentFile
 from federation.errors import ComputeError, ComputeForbidden, JobError
 
@@ -166,46 +163,6 @@ def test_a_part_that_cannot_be_right_is_refused(
         google([sku(**row), *A2[1:]]).on_demand("a2-highgpu-1g", REGION)
 
 
-def spoilt(**changes: Any) -> dict[str, Any]:
-    """A core whose price is of another form."""
-    row = json.loads(json.dumps(A2[0]))
-    rate = row["pricingInfo"][0]["pricingExpression"]["tieredRates"][0]
-    rate["unitPrice"] |= changes
-    return dict(row)
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([*A2, sku("A2 Instance Core running in Iowa", 0.05)], "has 2 prices of"),
-        (A2[1:], "price of each part"),
-        ([spoilt(currencyCode="EUR"), *A2[1:]], "which no core costs"),
-        ([spoilt(nanos="many"), *A2[1:]], "of the known form"),
-        ([spoilt(nanos=float("nan")), *A2[1:]], "of the known form"),
-        ([spoilt(nanos=float("inf")), *A2[1:]], "of the known form"),
-        ([spoilt(units=10**400), *A2[1:]], "of the known form"),
-        ([sku(A2[0]["description"], 0.03, unit=["h"]), *A2[1:]], "dollars for"),
-        ([A2[0] | {"serviceRegions": 3}, *A2[1:]], "no on-demand price"),
-        ([A2[0] | {"serviceRegions": f"x{REGION}"}, *A2[1:]], "no on-demand price"),
-        ([A2[0] | {"pricingInfo": []}, *A2[1:]], "of the known form"),
-        ([3], "of the known form"),
-    ],
-)
-def test_lists_that_leave_a_doubt_are_refused(
-    google: Serve, rows: list[Any], message: str
-):
-    """Two prices, none, or what is none."""
-    with pytest.raises(ComputeError, match=message):
-        google(rows).on_demand("a2-highgpu-1g", REGION)
-
-
-@pytest.mark.parametrize("machine", ["m1-ultramem-40", "a2-megagpu-16g", "e2-micro"])
-def test_unknown_types_have_no_price(machine: str):
-    """Rather than one that is guessed."""
-    with pytest.raises(ComputeError, match="are not known"):
-        parts_of(machine)
-
-
 def test_a_refused_key_is_no_secret_in_the_error(google: Serve):
     """It says what the key must be allowed."""
     other = "AIza-another-key-0123456789"
@@ -252,25 +209,6 @@ def test_the_key_follows_no_redirect():
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("body", [b"[" * 200_000, b'{"skus": ', b"[]", b"\xff"])
-def test_a_body_that_is_no_price_list_is_refused(body: bytes):
-    """Also one that is nested without end."""
-    with (
-        GoogleServer(lambda _: Answer(200, {}, body)) as server,
-        pytest.raises(ComputeError, match="Google's price"),
-    ):
-        GcpPrices(API_KEY, server.url).on_demand("e2-standard-4", REGION)
-
-
-def test_pages_that_never_end_are_refused():
-    page = {"skus": [], "nextPageToken": "again"}
-    with (
-        GoogleServer(lambda _: json_answer(page)) as server,
-        pytest.raises(ComputeError, match="more than 20 pages"),
-    ):
-        GcpPrices(API_KEY, server.url).on_demand("e2-standard-4", REGION)
-
-
 class NoAws:
     """A table without machines of AWS asks it for traffic only."""
 
@@ -298,28 +236,3 @@ def test_a_table_gets_new_prices_of_google(google: Serve):
     cheap[2] = sku(cheap[2]["description"], 0.02)
     with pytest.raises(JobError, match="with the cloud's own"):
         refresh_prices.refreshed(old, file, aws, google([*cheap, *E2]), today=today)
-
-
-def test_a_price_that_a_person_has_stated_is_kept_with_its_day(google: Serve):
-    """As the error about a machine without known parts advises; also for a site."""
-    stated = prices.MachinePrice(
-        provider="gcp",
-        region=REGION,
-        machine="n1-standard-8 + 1 x nvidia-tesla-t4",
-        on_demand=0.73,
-        as_of="2026-10-01",
-    )
-    packaged = prices.load(None, today=date(2026, 6, 20), warn=print)
-    old = replace(packaged, machines=(stated,))
-    machine = CloudMachine(
-        region=REGION,
-        type="n1-standard-8",
-        accelerator="nvidia-tesla-t4",
-        accelerators=1,
-    )
-    site = SiteMachine(name="site-a", provider="gcp", machine=machine)
-    file = DeploymentFile(name="x", job="j", sites=(site,))
-    aws: Any = NoAws()
-    today = date(2026, 11, 26)
-    found = refresh_prices.refreshed(old, file, aws, google(E2), today=today)
-    assert found.machines == (stated,)

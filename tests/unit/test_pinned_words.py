@@ -153,11 +153,6 @@ def test_no_test_repeats_a_sentence(folder: str):
     assert found_in((TESTS / folder).rglob("test_*.py")) == {}
 
 
-def test_every_test_is_searched():
-    in_folders = [file for name in FOLDERS for file in (TESTS / name).rglob("test_*")]
-    assert len(in_folders) == len([*TESTS.rglob("test_*")]) > 500
-
-
 REPEATS = {
     "pattern": 'raises(ValueError, match="the sum holds no values at all")',
     "template": 'raises(ValueError, match=f"{x}: the sum holds no values at all")',
@@ -168,28 +163,6 @@ REPEATS = {
     "quotes": """assert 'the sum holds no values in "x"' in text""",
     "two lines": 'assert ("the sum holds "\n        "no values" in text)',
 }
-KEEPS = {
-    "words around a gap": 'raises(ValueError, match=r"the sum .*no values at all")',
-    "words around a key": "assert \"of site 'a' holds no values\" in text",
-    "words after a place": 'assert "rounds: the sum holds no" in text',
-    "another's text": 'raises(ValueError("the sum holds no values at all"))',
-    "a whole text": 'assert text == "the sum holds no values at all"',
-    "a docstring": '"""The sum holds no values at all."""',
-}
-TABLE = """
-
-@pytest.mark.parametrize(
-    ("sum", "text"),
-    [
-        ("the first of these two columns", "no values"),
-        ("the first of these two columns", "the sum holds no values"),
-        pytest.param("x", "the sum has no values", id="x"),
-    ],
-)
-def test_it(sum: str, text: str):
-    with raises(ValueError, match=text):
-        add(sum)
-"""
 
 
 def test_repeated_sentences_are_found():
@@ -197,39 +170,3 @@ def test_repeated_sentences_are_found():
     for name, line in REPEATS.items():
         (told,) = long_texts(f"import re\n\n\ndef test():\n    {line}\n")
         assert re.match(r"line [56]: .*the sum holds no values", told), name
-
-
-def test_keys_and_few_words_are_no_sentence():
-    for name, line in KEEPS.items():
-        assert long_texts(f"def test():\n    {line}\n") == [], name
-
-
-def test_columns_that_assertions_use_are_searched():
-    for table in (TABLE, TABLE.replace("with raises(ValueError, match=text)", "if 1")):
-        expected = ["7", "8"] if "match" in table else []
-        lines = [told[5] for told in long_texts(table)]
-        assert lines == expected
-
-
-def test_rows_of_loops_are_searched():
-    long = '"the sum holds no values"'
-    loops = {
-        "for text in (" + long + ",):\n        assert text in page": 1,
-        "assert all(text in page for text in [" + long + ", 'x'])": 1,
-        "for key, text in [(" + long + ", 'x')]:\n        assert text in key": 0,
-    }
-    for loop, number in loops.items():
-        assert len(long_texts(f"def test():\n    {loop}\n")) == number, loop
-
-
-def test_a_gap_inside_a_text_hides_nothing():
-    """Such a module is not split into its functions."""
-    told = long_texts(f"CODE = '''x{TABLE}'''\n\n\n{TABLE}")
-    assert len(told) == 2
-
-
-def test_files_that_test_texts_still_do():
-    """Of others there is no exception to keep."""
-    for name in TEXTS:
-        code = (TESTS / name).read_text("utf-8")
-        assert len(long_texts(code)) > len(long_texts(code, texts=False)), name

@@ -17,7 +17,7 @@ from botocore.stub import ANY, Stubber
 from deploy.fleet import prices
 from deploy.fleet.machine_spec import CloudMachine, SiteMachine
 from deploy.fleet.spec import DeploymentFile
-from federation.errors import ComputeError, ComputeForbidden, JobError
+from federation.errors import ComputeError, JobError
 
 TODAY = date(2026, 11, 23)
 CREDENTIALS = {"aws_access_key_id": "x", "aws_secret_access_key": "y"}
@@ -158,19 +158,6 @@ def test_prices_that_cannot_be_right_are_refused(
     source: Any = aws(products, [[("a", "0.4")]])
     with pytest.raises((JobError, ComputeError), match=message):
         refresh_prices.refreshed(OLD, FILE, source, today=TODAY)
-
-
-def test_tiers_with_a_gap_are_refused(aws: Callable[..., AwsPrices]):
-    """What lies in it would have no price."""
-    gap = product(("GB", "0", "10", "0.09"), ("GB", "20", "Inf", "0.08"))
-    with pytest.raises(ComputeError, match="no tiers from 0 without gaps"):
-        aws([gap], []).egress("us-east-1")
-
-
-def test_a_missing_right_is_named(aws: Callable[..., AwsPrices]):
-    """With what the credentials must allow."""
-    with pytest.raises(ComputeForbidden, match="pricing:GetProducts"):
-        aws([], [], "AccessDeniedException").on_demand("g5.xlarge", "us-east-1")
 
 
 def test_a_release_has_prices_that_somebody_has_compared(

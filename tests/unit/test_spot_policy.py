@@ -1,7 +1,6 @@
 """The study of spot machines: the optimum is one, and no policy beats it or is late."""
 
 import itertools
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -72,15 +71,6 @@ def test_optimum_is_that_of_every_possible_sequence(study: SimpleNamespace, seed
     assert study.traces.optimum(trace) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["calm", "scarce", "outages", "volatile", "daily"])
-def test_no_policy_beats_the_optimum_or_is_late(study: SimpleNamespace, kind: str):
-    """It knows the future, and all of them guard the deadline."""
-    _, found = study.policy.compare(kind, 123_456)
-    for name, (ratio, outcome) in found.items():
-        assert ratio >= 1 - 1e-9, name
-        assert not outcome.is_late, name
-
-
 def test_deadline_is_kept_when_every_spot_machine_is_lost_as_it_starts_to_work(
     study: SimpleNamespace,
 ):
@@ -92,20 +82,3 @@ def test_deadline_is_kept_when_every_spot_machine_is_lost_as_it_starts_to_work(
     outcome = study.traces.replay(trace, study.policy.up_keep)
     assert not outcome.is_late
     assert outcome.on_demand_slots >= trace.work
-
-
-@pytest.mark.parametrize("is_inverted", [False, True])
-def test_recorded_availability_is_that_of_its_files(
-    study: SimpleNamespace,
-    tmp_path: Path,
-    is_inverted: bool,  # noqa: FBT001
-):
-    """A slot has capacity if every sample in it has; regions are those of the names."""
-    for zone, value in (("us-east-1a", 1), ("us-west-2a", 0)):
-        text = json.dumps({"metadata": {"gap_seconds": 195}, "data": [value] * 20_000})
-        (tmp_path / f"{zone}_v100_1.json").write_text(text)
-    trace = study.traces.recorded(tmp_path, 123_456, is_inverted=is_inverted)
-    assert sorted(trace.available_zt.all(1)) == [False, True]
-    assert trace.available_zt.shape == (2, trace.start + trace.deadline)
-    assert trace.region_z == [0, 1]
-    assert not study.traces.replay(trace, study.policy.up_keep).is_late

@@ -182,14 +182,6 @@ def test_the_fast_tests_have_each_folder_once():
     assert len(parts) == 2 * len(places)
 
 
-def test_fast_tests_use_the_folder_that_tmpdir_names(monkeypatch: pytest.MonkeyPatch):
-    """As on a machine whose memory is not for files."""
-    monkeypatch.setenv("TMPDIR", "/elsewhere")
-    said = make("-n", "fast-sites", "READY=").stdout
-    assert "pytest tests/unit/" in said
-    assert "TMPDIR=" not in said
-
-
 def test_a_profile_limits_or_raises_what_a_property_asks_for():
     """By day none has more than the profile; by night each has more."""
     loaded = settings.get_current_profile_name()
@@ -200,23 +192,6 @@ def test_a_profile_limits_or_raises_what_a_property_asks_for():
         assert [few(n).max_examples for n in (10, 60)] == [30, 180]
     finally:
         settings.load_profile(loaded)
-
-
-def test_a_file_that_is_not_open_cannot_be_flushed(tmp_path: Path):
-    """Tests flush nothing, but what the product must not do still fails."""
-    with (tmp_path / "file").open("wb") as file:
-        os.fsync(file)
-        os.fsync(descriptor := file.fileno())
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fsync(descriptor)
-
-
-def test_a_part_that_fails_stops_no_other():
-    done = make("test-all", "PARTS=no-such-part help")
-    assert done.returncode == 2
-    assert "Show this list" in done.stdout
-    assert done.stdout.endswith("make: these failed: no-such-part\n")
-    assert make("test-all", "PARTS=help").returncode == 0
 
 
 def test_benchmarks_keep_results_and_go_on_after_a_failure(tmp_path: Path):

@@ -48,23 +48,6 @@ def test_contents_of_every_size(keys: Path, content: bytes):
     assert len(reader.stored) == 1024 + 92 + len(content) + 16 * segments
 
 
-@given(content=contents, start=st.integers(0, 40), length=st.integers(0, 40))
-def test_ranges(keys: Path, content: bytes, start: int, length: int):
-    """From the segments that they touch."""
-    found = written(keys, content).range(start, start + length)
-    assert found == content[start : start + length]
-
-
-def test_default_segments(keys: Path):
-    """Of four mebibytes, over more than one."""
-    below, content = MemoryStore(), bytes(range(251)) * 20_000
-    EncryptedStore(below, KeyFile(keys), prefix="dataset/").put("x", [content])
-    reader = Reader(below.read("x"), "dataset/x", key_file(keys))
-    assert reader.header()[0] == 4_194_304
-    assert reader.shape() == (len(content), 2)
-    assert reader.whole().content == content
-
-
 @pytest.mark.slow
 def test_checkpoints_of_a_run(keys: Path, tmp_path: Path):
     """Those that a run leaves in its folder, bound to job and run."""
