@@ -1,7 +1,5 @@
 """Sites that come and go in virtual time."""
 
-from itertools import pairwise
-
 import pytest
 from support import toy
 
@@ -66,25 +64,6 @@ def test_absence_after_the_answer_changes_nothing():
     assert not isinstance(message, SiteFailure)
     assert now == pytest.approx(4.0, abs=1e-3)
     assert answer(None)[1] == now
-
-
-def test_site_is_away_for_its_share_of_the_time_and_at_the_same_times():
-    def absences(seed: int, site: str) -> list[tuple[float, float]]:
-        found = Absences(share=0.2, seconds=30.0, seed=seed, site=site)
-        times = [found.next(0.0)]
-        while times[-1][1] < 1e6:
-            times.append(found.next(times[-1][1]))
-        return times
-
-    times = absences(1, "a")
-    assert sum(end - begin for begin, end in times) / times[-1][1] == pytest.approx(
-        0.2, rel=0.05
-    )
-    lengths = [end - begin for begin, end in times]
-    assert sum(lengths) / len(lengths) == pytest.approx(30.0, rel=0.05)
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(times))
-    assert times == absences(1, "a")
-    assert times[0] != absences(2, "a")[0] != absences(1, "b")[0]
 
 
 def test_share_of_sites_is_away_from_the_beginning():

@@ -1,19 +1,8 @@
 """Sessions share descriptions of services, and nothing that belongs to an account."""
 
-from pathlib import Path
-
 import pytest
-from botocore.exceptions import UnknownServiceError
 
 from cloud_adapters.net.aws_session import new_session
-
-REGION = "us-east-1"
-
-
-def test_a_description_is_parsed_once():
-    """EC2's takes half a second, and a command that watches opens many sessions."""
-    one, other = (new_session().client("sts", REGION) for _ in range(2))
-    assert one.meta.service_model.metadata is other.meta.service_model.metadata
 
 
 def test_sessions_look_for_descriptions_in_the_same_folders():
@@ -26,15 +15,6 @@ def test_sessions_look_for_descriptions_in_the_same_folders():
     assert len({*one}) == len(one)
 
 
-def test_folders_of_the_environment_are_looked_in(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    """``AWS_DATA_PATH`` may change between two sessions."""
-    monkeypatch.setenv("AWS_DATA_PATH", str(tmp_path))
-    loader = new_session()._session.get_component("data_loader")
-    assert str(tmp_path) in loader.search_paths
-
-
 def test_each_session_reads_its_own_credentials(monkeypatch: pytest.MonkeyPatch):
     """After a login, the next session has the new ones."""
     for key in ("first", "second"):
@@ -43,10 +23,3 @@ def test_each_session_reads_its_own_credentials(monkeypatch: pytest.MonkeyPatch)
         credentials = new_session().get_credentials()
         assert credentials is not None
         assert credentials.access_key == key
-
-
-def test_a_file_that_is_missing_is_no_description():
-    """What one session has not found, the next still looks for."""
-    for _ in range(2):
-        with pytest.raises(UnknownServiceError):
-            new_session().client("no-such-service", REGION)

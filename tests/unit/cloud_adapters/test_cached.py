@@ -84,26 +84,6 @@ def test_the_least_recently_used_goes(tmp_path: Path):
     assert source.fetched == [1, 2, 3, 4]
 
 
-def test_too_large_to_keep(tmp_path: Path):
-    """It is given all the same, and nothing goes for it."""
-    cache, source = ObjectCache(tmp_path, 3000), Source()
-    source.get(cache, 1)
-    source.get(cache, 2, size=3001)
-    source.get(cache, 2, size=3001)
-    assert source.fetched == [1, 2, 2]
-    assert len(contents(tmp_path)) == 1
-
-
-def test_what_is_read_stays_readable(tmp_path: Path):
-    """Though its file had to go."""
-    cache, source = ObjectCache(tmp_path, 1000), Source()
-    source.get(cache, 1)
-    held = cache.get(digest(content_of(1)), 1000, lambda: b"")
-    source.get(cache, 2)
-    assert contents(tmp_path) == {digest(content_of(2))}
-    assert bytes(held) == content_of(1)
-
-
 @pytest.mark.parametrize("damage", [b"", b"x" * 999, b"x" * 1000, b"x" * 1001])
 def test_damage_is_found_and_mended(tmp_path: Path, damage: bytes):
     """Cut, grown or changed: it is fetched again."""
@@ -180,19 +160,3 @@ def test_processes_share_it(tmp_path: Path):
     assert [process.wait() for process in running] == [0, 0, 0]
     assert len(contents(tmp_path)) <= 5
     assert list(tmp_path.glob(".new-*")) == []
-
-
-def test_a_folder_that_cannot_be_used(tmp_path: Path):
-    """The message names it and what to do."""
-    (tmp_path / "cache").write_bytes(b"")
-    cache = ObjectCache(tmp_path / "cache", 10_000)
-    with pytest.raises(StoreUnavailable, match=r"cache' cannot be used: .*CROSSFED_"):
-        cache.get("0" * 64, 10, bytes)
-
-
-def test_wrong_arguments(tmp_path: Path):
-    """A name is a digest, and a size is not negative."""
-    with pytest.raises(ValueError, match="not a digest"):
-        ObjectCache(tmp_path, 10).get("../x", 1, bytes)
-    with pytest.raises(ValueError, match="-1 bytes"):
-        ObjectCache(tmp_path, -1)

@@ -3,9 +3,7 @@
 import hashlib
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -16,9 +14,6 @@ from cloud_adapters.storage.checksums import (
     crc32c,
     summed,
 )
-from cloud_adapters.storage.disk import files as local_files
-from cloud_adapters.storage.disk.files import write_and_sum
-from federation.protocols import Buffer
 
 
 def plain_crc32c(content: bytes) -> str:
@@ -50,16 +45,6 @@ def test_pieces_make_the_whole(pieces: list[bytes]):
     assert {both.size, one_by_one.size, one.size, joined.size} == {len(content)}
 
 
-def test_joining_large_parts():
-    """Parts of the sizes that are sent, the last one shorter."""
-    parts = [bytes([n]) * size for n, size in enumerate((8 << 20, 8 << 20, 12_345))]
-    whole, joined = Crc32c(), Crc32c()
-    for part in parts:
-        whole.update(part)
-        joined.join(crc32c(part), len(part))
-    assert joined.crc32c == whole.crc32c
-
-
 def test_only_what_can_be_read_again_is_summed_before():
     """A stream is not used up; what gives a new iterator each time has sums."""
     stream = iter([b"ab", b"c"])
@@ -69,21 +54,6 @@ def test_only_what_can_be_read_again_is_summed_before():
         sums = checksums_of(data)
         assert sums is not None
         assert (sums.crc32c, sums.size) == (crc32c(b"abc"), 3)
-
-
-def test_values_of_other_types():
-    """The bytes count, not the values."""
-    values, checksums = np.arange(5, dtype=np.float64), Checksums()
-    checksums.update(values.data)
-    assert checksums.crc32c == plain_crc32c(values.tobytes())
-    assert checksums.size == 40
-
-
-def test_summing_passes_pieces_on():
-    """And takes note of each."""
-    checksums = Checksums()
-    assert list(summed([b"123", b"456789"], checksums)) == [b"123", b"456789"]
-    assert checksums.crc32c == "e3069283"
 
 
 def test_whoever_stops_summing_leaves_no_thread():
@@ -101,26 +71,3 @@ def test_whoever_stops_summing_leaves_no_thread():
         list(summed(broken(), Checksums()))
     names = [thread.name for thread in threading.enumerate()]
     assert not any(name.startswith("sha256") for name in names)
-
-
-def test_sums_of_large_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In another thread, with small pieces in between and a buffer used again.
-
-    The disk is busy with them meanwhile.
-    """
-    monkeypatch.setattr(local_files, "FLUSH_BYTES", 3 << 20)
-    buffer = bytearray(1 << 20)
-
-    def pieces() -> Iterator[Buffer]:
-        for number in range(4):
-            yield bytes([number]) * (1 << 20)
-            yield b"small"
-            buffer[:] = bytes([10 + number]) * (1 << 20)
-            yield buffer
-
-    with (tmp_path / "file").open("wb", buffering=0) as file:
-        checksums = write_and_sum(file.fileno(), pieces())
-    content = (tmp_path / "file").read_bytes()
-    assert content == b"".join(bytes(piece) for piece in pieces())
-    assert checksums.sha256 == hashlib.sha256(content).hexdigest()
-    assert checksums.size == len(content)

@@ -94,13 +94,6 @@ def test_a_spot_machine_is_launched_in_the_cheapest_zone(ec2_server: Ec2Server):
     assert node.zone == ZONES[0]
 
 
-def test_spot_prices_of_the_emulator_are_those_of_every_zone_with_the_type(
-    ec2_server: Ec2Server,
-):
-    found = ec2_server.pool().spot_prices("m5.large", ZONES, 0.0)
-    assert {each.zone for each in found} == {*ZONES}
-
-
 def test_instances_are_closed_and_end_for_good(ec2_server: Ec2Server):
     """The request has what moto does not keep."""
     iam = s3_server.client(ec2_server.url, service="iam")
@@ -210,22 +203,6 @@ def test_a_node_that_the_service_has_forgotten_is_gone(ec2_server: Ec2Server):
     assert pool.nodes({}) == []
     assert pool.launch(spec(), "one").state is NodeState.GONE
     assert pool.nodes({}) == []
-
-
-def test_all_pages_are_read(ec2_server: Ec2Server):
-    """And instances that others have launched are not ours, whatever is asked."""
-    pool = ec2_server.pool(page_size=5)
-    image, _ = pool._image(IMAGE)
-    (other,) = pool.ec2.run_instances(
-        ImageId=image, MinCount=1, MaxCount=1, ClientToken="others"
-    )["Instances"]
-    ids = {pool.launch(spec(), str(number)).id for number in range(7)}
-    assert {node.id for node in pool.nodes({})} == ids
-    assert pool.nodes({"crossfed-deployment": "*"}) == []
-    pool.terminate([other["InstanceId"], *ids])
-    assert {node.state for node in pool.nodes({})} == {NodeState.GONE}
-    answer = pool.ec2.describe_instances(InstanceIds=[other["InstanceId"]])
-    assert answer["Reservations"][0]["Instances"][0]["State"]["Name"] == "running"
 
 
 def test_a_stopped_instance_still_costs(ec2_server: Ec2Server):
@@ -481,25 +458,3 @@ def test_subnets_without_a_way_out_are_refused(ec2_server: Ec2Server):
         SubnetIds=[closed],
     )
     ask(closed)
-
-
-def test_why_something_is_refused_is_not_cut():
-    """It stands behind names of any length, and before kilobytes that say nothing."""
-    person = f"arn:aws:sts::{s3_server.ACCOUNT}:assumed-role/{'r' * 64}/{'p' * 64}"
-    words = (
-        f"You are not authorized to perform this operation. User: {person} is not "
-        f"authorized to perform: ec2:RunInstances on resource: {person}"
-        " with an explicit deny in a service control policy. Encoded authorization "
-        f"failure message: {'A1b_-2' * 400}"
-    )
-    answer = {"Error": {"Code": "UnauthorizedOperation", "Message": words}}
-    told = str(ec2_errors.translate(ClientError(answer, "RunInstances"), "launch a"))
-    assert told.endswith("explicit deny in a service control policy.)")
-    for code, advice in (
-        ("AuthFailure.ServiceLinkedRoleCreationNotPermitted", "create-service-linked"),
-        ("TagPolicyViolation", "correct tags"),
-        ("InvalidKMSKey.InvalidState", "correct disk_key"),
-    ):
-        answer = {"Error": {"Code": code, "Message": "m"}}
-        found = ec2_errors.translate(ClientError(answer, "RunInstances"), "launch a")
-        assert advice in str(found), code

@@ -12,8 +12,6 @@ from federation.compression.choice import codec_of
 from federation.compression.codec import BF16, FP16, Codec, decoded
 from federation.job.spec import FaultSpec
 from federation.messages import (
-    FailureKind,
-    MaskedUpdate,
     SiteFailure,
     SiteMessage,
     SiteUpdate,
@@ -42,39 +40,11 @@ def only_update(messages: list[SiteMessage]) -> SiteUpdate:
     return message
 
 
-def spoilt_words(kind: str, *, seed: int = 0, **changes: Any) -> Any:
-    """What becomes of a masked update of round 1."""
-    update = toy.masked(SITE, **changes)
-    injector = FaultInjector(
-        [FaultSpec(site=SITE, kind=kind)], clock=VirtualClock(), seed=seed
-    )
-    (message,) = injector(toy.task(SITE, secure=b"head"), lambda: update)
-    return message
-
-
-def test_crash_is_a_failure_without_work():
-    """The site is not even called."""
-    (message,) = spoilt("crash")
-    assert isinstance(message, SiteFailure)
-    assert (message.kind, message.site) == (FailureKind.CRASHED, SITE)
-
-
-def test_silent_says_nothing():
-    """Not even that it failed."""
-    assert spoilt("silent") == []
-
-
 def test_hang_takes_its_time_and_answers():
     """Whether that is too late is for the grid to say."""
     clock = VirtualClock()
     assert only_update(spoilt("hang", clock=clock, seconds=90.0)).site == SITE
     assert clock.now() == 90.0
-
-
-def test_duplicate_answers_twice():
-    """The same."""
-    first, second = spoilt("duplicate")
-    assert first is second
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf"])
@@ -119,40 +89,6 @@ def test_packed_updates_are_spoilt_in_their_bytes(name: str, kind: str):
         assert "negative or not finite" in codec.fault(sent, size)
 
 
-def test_garbage_has_its_norm():
-    """And no likeness to the update."""
-    delta_d = only_update(spoilt("garbage", scale=5.0)).delta_d
-    assert np.linalg.norm(delta_d) == pytest.approx(5.0)
-    assert delta_d.dtype == np.float32
-
-
-def test_garbage_is_the_same_in_every_run():
-    """But not in every round and with every seed."""
-    first = only_update(spoilt("garbage")).delta_d
-    np.testing.assert_array_equal(first, only_update(spoilt("garbage")).delta_d)
-    others = [spoilt("garbage", seed=1), spoilt("garbage", round_index=2)]
-    assert not any(np.array_equal(first, only_update(m).delta_d) for m in others)
-
-
-def test_wrong_length_is_one_short():
-    """The smallest mistake."""
-    assert only_update(spoilt("wrong_length")).delta_d.size == toy.LAYOUT.size - 1
-
-
-def test_wrong_round_is_the_one_before():
-    """Also in round 1."""
-    assert only_update(spoilt("wrong_round")).round_index == 0
-
-
-@pytest.mark.parametrize("kind", ["nan", "garbage", "wrong_length"])
-def test_failure_passes_unspoilt(kind: str):
-    """There is no update to spoil."""
-    fault = FaultSpec(site=SITE, kind=kind)
-    injector = FaultInjector([fault], clock=VirtualClock(), seed=0)
-    failure = toy.failure(SITE)
-    assert list(injector(toy.task(SITE), lambda: failure)) == [failure]
-
-
 def test_sites_own_update_is_not_written_to():
     """The site may still need it."""
     update = toy.update(SITE)
@@ -160,56 +96,6 @@ def test_sites_own_update_is_not_written_to():
     injector = FaultInjector([fault], clock=VirtualClock(), seed=0)
     injector(toy.task(SITE), lambda: update)
     assert np.isfinite(update.delta_d).all()
-
-
-def test_masked_garbage_has_the_same_length():
-    """Nobody can tell it from masked words; the header and the head stay."""
-    sent, message = toy.masked(SITE), spoilt_words("garbage")
-    assert isinstance(message, MaskedUpdate)
-    assert message.words.dtype == np.uint8
-    assert message.words.shape == sent.words.shape
-    assert not np.array_equal(message.words, sent.words)
-    np.testing.assert_array_equal(message.header_h, sent.header_h)
-    assert message.body == sent.body
-
-
-def test_masked_garbage_is_the_same_in_every_run():
-    """But not with every seed."""
-    first, again = spoilt_words("garbage").words, spoilt_words("garbage").words
-    np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first, spoilt_words("garbage", seed=1).words)
-
-
-@pytest.mark.parametrize("word_bytes", [2, 3, 4])
-def test_masked_wrong_length_is_one_word_short(word_bytes: int):
-    """Whatever the width of the ring."""
-    words = np.arange(word_bytes * toy.LAYOUT.size, dtype=np.uint8)
-    message = spoilt_words("wrong_length", words=words)
-    np.testing.assert_array_equal(message.words, words[:-word_bytes])
-
-
-@pytest.mark.parametrize("kind", ["nan", "inf"])
-def test_masked_words_cannot_be_not_finite(kind: str):
-    """The site crashes instead, and says why."""
-    message = spoilt_words(kind)
-    assert isinstance(message, SiteFailure)
-    assert message.kind is FailureKind.CRASHED
-    assert message.message == f"rehearsed crash: masked words cannot carry {kind}"
-
-
-def test_masked_update_of_a_slow_site_is_sound():
-    """A site that hangs says what it would have said."""
-    np.testing.assert_array_equal(spoilt_words("hang").words, toy.masked(SITE).words)
-
-
-def test_masked_wrong_round_and_duplicate():
-    """As for plain updates."""
-    assert spoilt_words("wrong_round").round_index == 0
-    injector = FaultInjector(
-        [FaultSpec(site=SITE, kind="duplicate")], clock=VirtualClock(), seed=0
-    )
-    first, second = injector(toy.task(SITE), lambda: toy.masked(SITE))
-    assert first is second
 
 
 def secure_step(kind: str, round_index: int = 1, **fields: Any) -> list[SiteMessage]:
@@ -228,15 +114,6 @@ def test_site_that_is_gone_takes_no_secure_step(kind: str):
     for elsewhere in ({"round_index": 0}, {"round_index": 1, "rounds": (2,)}):
         (answer,) = secure_step(kind, **elsewhere)
         assert answer == toy.secure_answer(SITE)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["hang", "duplicate", "nan", "inf", "garbage", "wrong_length", "wrong_round"],
-)
-def test_other_faults_leave_secure_steps_alone(kind: str):
-    """They spoil or delay updates; a late site that is asked continues."""
-    assert secure_step(kind) == [toy.secure_answer(SITE)]
 
 
 def test_other_sites_and_tasks_are_left_alone():

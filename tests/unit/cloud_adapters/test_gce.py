@@ -215,26 +215,6 @@ def test_what_does_not_exist_is_named(gce_server: FakeGce):
     assert gce_server.inserted == []
 
 
-def test_all_pages_are_read(gce_server: FakeGce):
-    """And instances that others have launched are not ours, whatever is asked."""
-    gce_server.page = 2
-    pool = gce_server.pool()
-    ids = {pool.launch(spec(), str(number)).id for number in range(5)}
-    (body, *_) = gce_server.inserted
-    request = {
-        "project": PROJECT,
-        "zone": ZONES[0],
-        "instance_resource": {
-            "name": "others",
-            "machine_type": body["machineType"],
-        },
-    }
-    pool.clients.instances.insert_unary(request=request)
-    assert {node.id for node in pool.nodes({})} == ids
-    pool.terminate([f"{ZONES[0]}/others", *ids])
-    assert list(gce_server.instances) == [(ZONES[0], "others")]
-
-
 def test_a_stopped_instance_still_costs(gce_server: FakeGce):
     """It is not gone, says why, and can be ended."""
     pool = gce_server.pool()
@@ -246,15 +226,6 @@ def test_a_stopped_instance_still_costs(gce_server: FakeGce):
     assert "its disk still costs" in found.trouble
     pool.terminate([node.id])
     assert pool.nodes({}) == []
-
-
-def test_the_log_is_that_of_the_serial_port(gce_server: FakeGce):
-    """Of a node that is gone there is none."""
-    pool = gce_server.pool()
-    node = pool.launch(spec(), "one")
-    assert "cloud-init finished" in pool.log(node.id)
-    pool.terminate([node.id])
-    assert pool.log(node.id) == ""
 
 
 @pytest.mark.parametrize(

@@ -97,35 +97,6 @@ def test_session_that_is_gone_is_no_missing_object(status: int):
     assert "upload session" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("asked", "seconds"), [("7", 7), ("86400", 60), ("Fri, 31 Dec 2027", 0), ("-1", 0)]
-)
-def test_service_says_how_long_to_wait(asked: str, seconds: float):
-    """Up to a minute; a date is left to our own waits."""
-    response = answer(429, b"", **{"Retry-After": asked})
-    assert gcs_errors.of_answer(response, DOING).wait_seconds == seconds
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"\xff",
-        b"[]",
-        b"{",
-        {"error": "words"},
-        {"error": {"errors": ["words"]}},
-        {"error": {"errors": {}, "message": 5}},
-        b"<html>page</html>",
-    ],
-)
-def test_any_body_will_do(body: object):
-    """Proxies answer what they like."""
-    error = gcs_errors.of_answer(answer(500, body), DOING)
-    assert "<" not in str(error)
-    assert error.temporary
-
-
 def test_words_of_the_service_are_bounded_and_hold_no_addresses():
     """A server cannot fill the log, nor put a session's URL into it."""
     words = "see https://storage/upload?upload_id=secret " + "x" * 5000

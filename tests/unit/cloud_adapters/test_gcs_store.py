@@ -2,7 +2,7 @@
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from google.auth.credentials import AnonymousCredentials
 from hypothesis import given, strategies as st
 from support import gcs_stores
 from support.buckets import quick_retry
-from support.fake_gcs import KIB_256, FakeGcs
+from support.fake_gcs import FakeGcs
 from support.google_server import GoogleServer, json_answer
 
 from cloud_adapters.storage.gcs.store import GcsStore
@@ -55,63 +55,11 @@ def test_chunks_are_the_content(pieces: list[bytes], size: int):
     assert reader.read(size).tobytes() == b""
 
 
-def test_chunks_are_made_as_they_are_needed():
-    """No more of the content is taken than for the chunk and the next piece."""
-    taken = []
-
-    def source() -> Iterator[bytes]:
-        for number in range(10):
-            taken.append(number)
-            yield b"xy"
-
-    reader = ChunkReader(source(), 4)
-    assert taken == [0, 1]
-    assert reader.whole() is None
-    reader.read(4)
-    assert taken == [0, 1, 2]
-
-
-def test_chunks_are_copies():
-    """A producer may use its buffer again for the next piece."""
-
-    def source() -> Iterator[memoryview]:
-        buffer = bytearray(2)
-        for number in range(4):
-            buffer[:] = bytes([number, number])
-            yield memoryview(buffer)
-
-    reader = ChunkReader(source(), 8)
-    assert reader.read(8).tobytes() == bytes([0, 0, 1, 1, 2, 2, 3, 3])
-
-
-@pytest.mark.parametrize("piece_bytes", [1000, KIB_256, len(BIG)])
-def test_chunks_of_several_blocks(piece_bytes: int):
-    """The buffer grows with the content, and loses nothing of it."""
-    pieces = [BIG[n : n + piece_bytes] for n in range(0, len(BIG), piece_bytes)]
-    reader = ChunkReader(pieces, 2 * KIB_256)
-    found = [reader.read(2 * KIB_256).tobytes() for _ in range(2)]
-    assert b"".join(found) == BIG
-    assert reader.is_done
-
-
-@pytest.mark.parametrize("chunk_bytes", [0, -KIB_256, 1000, KIB_256 + 1])
-def test_chunk_must_be_of_whole_blocks(chunk_bytes: int):
-    """The service takes no other."""
-    with pytest.raises(ValueError, match="multiple of 256 KiB"):
-        GcsStore("b", chunk_bytes=chunk_bytes)
-
-
 @pytest.mark.parametrize("prefix", ["a/", "/a", "a//b", ".."])
 def test_prefix_must_be_a_key(prefix: str):
     """Or keys below it were none."""
     with pytest.raises(ValueError, match="key"):
         GcsStore("b", prefix)
-
-
-def test_url_names_bucket_and_prefix():
-    """And nothing else."""
-    assert GcsStore("b").url == "gs://b"
-    assert GcsStore("b", "runs/1").url == "gs://b/runs/1"
 
 
 def test_prefix_is_a_store_of_its_own(gcs_server: FakeGcs):
@@ -135,40 +83,6 @@ def test_key_and_prefix_share_the_limit(gcs_server: FakeGcs):
     store.put("x" * 1022, [b""])
     with pytest.raises(ValueError, match="1025 bytes"):
         store.put("x" * 1023, [b""])
-
-
-def test_sha256_of_large_contents(gcs_store: GcsStore):
-    """The store keeps that of what can be read twice; of a stream it has CRC32C."""
-    streamed = gcs_store.put("streamed", iter([BIG]))
-    whole = gcs_store.put("whole", [BIG])
-    assert whole.sha256 is not None
-    assert gcs_store.stat("streamed") == streamed
-    assert streamed.sha256 is None
-    assert gcs_store.stat("whole") == whole
-    assert streamed.crc32c == whole.crc32c
-
-
-@pytest.mark.parametrize("size", [KIB_256 - 1, KIB_256, KIB_256 + 1, 3 * KIB_256])
-def test_sizes_around_a_chunk(gcs_store: GcsStore, size: int):
-    """A content that ends with a chunk needs no empty one."""
-    content = (BIG * 2)[:size]
-    assert gcs_store.put("key", iter([content])).size == size
-    assert gcs_store.read("key") == content
-
-
-def test_chunks_of_an_upload_are_counted(gcs_server: FakeGcs, gcs_store: GcsStore):
-    """One request for a small object; one and one per chunk for a large one."""
-    gcs_server.requests.clear()
-    gcs_store.put("small", [b"x"])
-    assert gcs_server.methods() == {"POST": 1}
-    gcs_store.put("large", iter([BIG]), if_absent=True)
-    assert gcs_server.methods() == {"POST": 2, "PUT": 3}
-
-
-def test_own_metadata_is_not_shown(gcs_store: GcsStore):
-    """What the store adds for itself is no metadata of the writer's."""
-    gcs_store.put("key", [b"x"], metadata={"who": "me"})
-    assert gcs_store.stat("key").metadata == {"who": "me"}
 
 
 @pytest.mark.parametrize(

@@ -139,20 +139,6 @@ def _threads_end() -> Iterator[None]:
             assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("arguments", [({}, 1), ({SITES[0]: Handler(sound)}, 0)])
-def test_needs_a_site_and_a_worker(arguments: tuple[dict[SiteId, Handler], int]):
-    """There is nothing to do otherwise."""
-    handlers, workers = arguments
-    with pytest.raises(ValueError, match="site and a worker"):
-        InProcessGrid(handlers, clock=VirtualClock(), workers=workers)
-
-
-def test_task_of_an_unknown_site():
-    """It is the caller's mistake, reported first."""
-    with grid_of() as grid, pytest.raises(ValueError, match=r"has no sites \['z'\]"):
-        grid.send(tasks(sites=[SiteId("z")]), deadline_seconds=PATIENT)
-
-
 @pytest.mark.parametrize("workers", [1, 2, 7])
 def test_thousand_sites_answer_in_order(workers: int):
     """The window moves along."""
@@ -296,13 +282,6 @@ def test_message_that_no_site_could_send(change: dict[str, Any], expected: str):
         assert kinds(list(replies)) == [expected]
 
 
-def test_handler_that_returns_no_message():
-    """A mistake of its own."""
-    with grid_of(lambda _task: None) as grid:
-        replies = exchange(grid, tasks(sites=SITES[:1]), deadline_seconds=PATIENT)
-        assert kinds(list(replies)) == ["c crashed"]
-
-
 def test_hanging_site_gives_up_its_thread():
     """The others continue, and it is busy until it comes back; then it is late."""
     gate = Gate(SITES[0])
@@ -332,17 +311,6 @@ def test_late_answer_counts_its_bytes_up_and_keeps_no_update():
     assert late.message.round_index == 1
     assert (missed.bytes_up, late.bytes_down) == (0, 0)
     assert late.bytes_up == wire.encoded_size(sound(tasks()[0]))
-
-
-def test_every_site_hangs():
-    """Each has its own deadline, and there is always a thread for the next."""
-    gate = Gate(*SITES)
-    with grid_of(gate, clock=gate.clock) as grid:
-        replies = list(exchange(grid, tasks(), deadline_seconds=SHORT))
-        again = list(exchange(grid, tasks(2), deadline_seconds=PATIENT))
-        gate.opened.set()
-    assert kinds(replies) == ["c deadline", "a deadline", "b deadline"]
-    assert kinds(again) == ["c busy", "a busy", "b busy"]
 
 
 def test_crash_after_the_deadline_is_not_told_twice():
@@ -428,14 +396,6 @@ def test_site_that_hangs_in_a_left_exchange():
         following = list(exchange(grid, tasks(2), deadline_seconds=PATIENT))
         gate.opened.set()
     assert kinds(following) == ["c busy", "a ok", "b ok"]
-
-
-def test_exchange_that_was_never_begun():
-    """Nobody took a reply: nobody was asked."""
-    with grid_of() as grid:
-        exchange(grid, tasks(), deadline_seconds=PATIENT)
-        replies = exchange(grid, tasks(2), deadline_seconds=PATIENT)
-        assert kinds(list(replies)) == ["c ok", "a ok", "b ok"]
 
 
 def test_replies_have_one_receiver():
@@ -528,28 +488,6 @@ def test_close_does_not_wait_for_hanging_sites(monkeypatch: pytest.MonkeyPatch):
     held.opened.set()
 
 
-def test_close_waits_for_sites_that_were_given_up():
-    """They are inside a library as well, which may be in the middle of a step."""
-    gate = Gate(SITES[0])
-    with grid_of(gate, clock=gate.clock) as grid:
-        list(exchange(grid, tasks(), deadline_seconds=SHORT))
-        threading.Timer(SHORT, gate.opened.set).start()
-    assert gate.passed.acquire(blocking=False)
-
-
-def test_close_waits_a_little_for_sites_at_work(monkeypatch: pytest.MonkeyPatch):
-    """They may be inside a library that must not be cut off."""
-    monkeypatch.setattr(inproc_grid, "CLOSING_SECONDS", PATIENT)
-    gate = Gate(SITES[0])
-    with grid_of(gate, workers=2) as grid:
-        replies = exchange(grid, tasks(sites=SITES[::-1]), deadline_seconds=PATIENT)
-        next(replies)
-        gate.entered.acquire()
-        replies.close()  # type: ignore[attr-defined]
-        threading.Timer(SHORT, gate.opened.set).start()
-    assert gate.passed.acquire(blocking=False)
-
-
 @pytest.mark.parametrize(("ahead", "workers"), [(1, 1), (4, 1), (4, 3)])
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, ahead: int, workers: int):
     """Only so many finished updates wait, and none stays after it was taken."""
@@ -571,13 +509,6 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, ahead: int, workers:
     assert alive.most <= max(ahead, workers) + 1  # And the one that is being folded.
 
 
-def test_secure_steps_are_small():
-    """Beside models they do not count, and they need none."""
-    with grid_of() as grid:
-        assert grid._ahead([toy.secure_task()]) == inproc_grid.MAX_AHEAD
-        assert grid._ahead([]) == inproc_grid.MAX_AHEAD
-
-
 def test_late_masked_update_is_not_kept():
     """Of what comes too late only the word is kept, masked or not."""
     replies = [reply_to(toy.masked(), bytes_down=5, bytes_up=7)]
@@ -585,17 +516,6 @@ def test_late_masked_update_is_not_kept():
     assert isinstance(reply.message, SiteFailure)
     assert reply.message.kind is FailureKind.LATE
     assert (reply.bytes_down, reply.bytes_up) == (0, 7)
-
-
-def test_window_shrinks_for_large_models(monkeypatch: pytest.MonkeyPatch):
-    """To one update for each worker at least."""
-    with grid_of(workers=2) as grid:
-        (small,) = tasks(sites=SITES[:1])
-        assert grid._ahead([small]) == inproc_grid.MAX_AHEAD
-        monkeypatch.setattr(inproc_grid, "MAX_AHEAD_BYTES", 5 * 32)
-        assert grid._ahead([small]) == 5
-        monkeypatch.setattr(inproc_grid, "MAX_AHEAD_BYTES", 1)
-        assert grid._ahead([small]) == 2
 
 
 def test_left_exchange_keeps_no_update():

@@ -133,14 +133,6 @@ def test_spot_machines_are_chosen_by_any_clouds_label(kube_server: FakeKube):
     assert {operator for operator, _ in term.values()} == {"NotIn"}
 
 
-def test_zones_are_preferred_in_their_order(kube_server: FakeKube):
-    affinity = pod(launched(kube_server, zones=ZONES[::-1]))["affinity"]["nodeAffinity"]
-    preferred = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
-    found = [each["preference"]["matchExpressions"][0]["values"] for each in preferred]
-    assert found == [[zone] for zone in ZONES[::-1]]
-    assert [each["weight"] for each in preferred] == [100, 90]
-
-
 @pytest.mark.parametrize("zones", [(), ZONES[:1], ZONES])
 def test_the_zone_is_known_if_the_cluster_says_it_or_there_is_one(
     kube_server: FakeKube, zones: tuple[str, ...]
@@ -170,13 +162,6 @@ def test_jobs_of_others_are_left_alone(kube_server: FakeKube):
     assert pool.nodes({}) == []
     pool.terminate([node.id])
     assert kube_server.jobs[node.id]["spec"]["activeDeadlineSeconds"] == 600
-
-
-def test_many_jobs_are_listed_whole(kube_server: FakeKube):
-    kube_server.page = 2
-    pool = kube_server.pool()
-    ids = {pool.launch(spec(), str(number)).id for number in range(5)}
-    assert {node.id for node in pool.nodes(LABELS)} == ids
 
 
 @pytest.mark.parametrize(
@@ -228,15 +213,6 @@ def test_a_cluster_may_take_its_time_to_add_a_machine(kube_server: FakeKube):
     node = kube_server.pool(clock=Autoscaler()).launch(spec(), "one")
     assert node.state is NodeState.RUNNING
     assert node.trouble == ""
-
-
-def test_an_image_may_take_its_time(kube_server: FakeKube):
-    """A launch waits for a refusal, and not for the last byte."""
-    kube_server.fate = lambda _: "pulling"
-    clock = VirtualClock()
-    node = kube_server.pool(clock=clock).launch(spec(), "one")
-    assert node.state is NodeState.STARTING
-    assert 30.0 <= clock.now() < 32.0
 
 
 def test_troubles_are_shown(kube_server: FakeKube):

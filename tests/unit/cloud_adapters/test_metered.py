@@ -11,7 +11,6 @@ from cloud_adapters.storage.metered import Meter, MeteredStore, way_to
 from cloud_adapters.storage.request_count import carried, note_request
 from federation.clock import VirtualClock
 from federation.errors import ObjectNotFound, StoreUnavailable
-from federation.events import StoreUse
 from federation.protocols import ObjectStore
 
 
@@ -58,36 +57,6 @@ def test_failures():
     assert (read.calls, read.failed, read.received_bytes) == (2, 1, 1)
 
 
-def test_a_list_that_is_left_is_no_failure():
-    """Whoever wants the first key alone stops there."""
-    store, meter = metered()
-    store.put("a", [b""])
-    store.put("b", [b""])
-    listing = store.list()
-    next(listing)
-    listing.close()  # type: ignore[attr-defined]
-    (use,) = (use for use in meter.take() if use.operation == "list")
-    assert (use.calls, use.failed) == (1, 0)
-
-
-def test_seconds():
-    """By the clock that it is given."""
-    clock, meter = VirtualClock(), Meter()
-
-    def slow(_: int, content: bytes) -> bytes:
-        clock.sleep(2.5)
-        return content
-
-    store = MeteredStore(FaultyStore(MemoryStore(), slow), meter, clock)
-    store.put("key", [b"x"])
-    store.read("key")
-    store.read("key")
-    assert {use.operation: use.seconds for use in meter.take()} == {
-        "put": 0.0,
-        "read": 5.0,
-    }
-
-
 def test_threads_share_a_meter():
     """No call is lost."""
     store, meter = metered()
@@ -126,17 +95,6 @@ def test_ways(scheme: str, region: str, cloud: str, where: str, expected: str):
     """The price depends on whether a cloud or a region is left."""
     way = way_to(scheme, region, from_cloud=cloud, from_region=where)
     assert way == expected
-
-
-def test_uses_add_up():
-    """Of the same operation."""
-    use = StoreUse(
-        operation="put", calls=1, failed=1, sent_bytes=2, received_bytes=3, seconds=0.5
-    )
-    assert use.plus(None) == use
-    assert use.plus(use) == StoreUse(
-        operation="put", calls=2, failed=2, sent_bytes=4, received_bytes=6, seconds=1.0
-    )
 
 
 class Asking(FaultyStore):

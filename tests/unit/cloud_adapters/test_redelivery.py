@@ -6,18 +6,6 @@ from cloud_adapters.transport import redelivery
 from cloud_adapters.transport.redelivery import Inbox, Inquiry, Word
 
 
-def test_no_two_questions_share_a_name():
-    """Not even of one round: a round may be asked twice on purpose."""
-    assert len({redelivery.new_name(7) for _ in range(100)}) == 100
-
-
-def test_pauses_grow_up_to_a_limit():
-    """A question that takes an hour costs few messages."""
-    inquiry = Inquiry(100.0)
-    due = [now for now in range(100, 190) if inquiry.is_due(now)]
-    assert due == [105, 115, 130, 145, 160, 175]
-
-
 def test_what_is_known_to_be_lost_is_asked_after_soon():
     """And never later than otherwise."""
     inquiry = Inquiry(0.0)
@@ -86,16 +74,6 @@ def test_question_that_came_in_part_is_unknown():
     inbox.forget("a")
     assert inbox.look("a") is Word.UNKNOWN
     assert inbox.admit("a")
-
-
-def test_names_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch):
-    """A site's memory is bounded."""
-    monkeypatch.setattr(redelivery, "MAX_NAMES", 3)
-    inbox: Inbox[bytes] = Inbox()
-    for name in "abcd":
-        inbox.admit(name)
-    assert inbox.look("a") is Word.UNKNOWN
-    assert [inbox.look(name) for name in "bcd"] == [Word.KNOWN] * 3
 
 
 def test_an_answer_of_each_run_is_kept():

@@ -1,6 +1,5 @@
 """How often requests are made again, and when."""
 
-import itertools
 import math
 import random
 
@@ -48,13 +47,6 @@ def longest(low: float, high: float) -> float:
     return high
 
 
-def test_success_is_not_repeated():
-    """What goes well is done once and without a wait."""
-    request = Request()
-    assert Retry(clock=request.clock).call(request) == "answer"
-    assert (request.attempts, request.clock.now()) == ([1], 0.0)
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -80,31 +72,6 @@ def test_lasting_errors_are_not(error: StoreError):
         Retry(clock=request.clock).call(request)
     assert caught.value is error
     assert request.attempts == [1]
-
-
-def test_other_errors_pass():
-    """A bug is no reason to wait."""
-    with pytest.raises(ZeroDivisionError):
-        Retry(clock=VirtualClock()).call(lambda attempt: 1 // (attempt - 1))
-
-
-def test_waits_double_up_to_the_cap():
-    """The bound of the wait doubles; with the longest draws that is the wait."""
-    request = Request(*[unavailable()] * 5)
-    retry = Retry(base_seconds=1, cap_seconds=5, clock=request.clock, uniform=longest)
-    retry.call(request)
-    waits = [b - a for a, b in itertools.pairwise(request.begun)]
-    assert waits == [1, 2, 4, 5, 5]
-
-
-def test_waits_are_drawn():
-    """Full jitter: any wait from nothing to the bound, another each time."""
-    request = Request(*[unavailable()] * 40)
-    Retry(attempts=41, base_seconds=1, cap_seconds=1, clock=request.clock).call(request)
-    waits = [b - a for a, b in itertools.pairwise(request.begun)]
-    assert all(0 <= wait <= 1 for wait in waits)
-    # The chance that 40 draws all lie on one side of the middle is 2^-39.
-    assert min(waits) < 0.5 < max(waits)
 
 
 def test_the_service_may_ask_for_a_longer_wait():
@@ -202,47 +169,3 @@ def test_no_storm(seed: int):
     with pytest.raises(StoreUnavailable):
         Retry(clock=outage.clock, uniform=draw).call(outage)
     assert 12 <= outage.attempts <= 60
-
-
-def test_requests_of_many_clients_are_spread():
-    """On average: six while waits grow, then one in five seconds, at no common time."""
-    clients = []
-    for seed in range(200):
-        outage = Outage(math.inf)
-        draw = random.Random(seed).uniform  # noqa: S311 (the test's own)
-        with pytest.raises(StoreUnavailable):
-            Retry(clock=outage.clock, uniform=draw).call(outage)
-        clients.append(outage.attempts)
-    assert 27 < sum(clients) / len(clients) < 33
-
-
-def test_time_is_left_without_a_call():
-    """Outside of a call nothing has to end; inside, what the deadline leaves."""
-    assert seconds_left() == math.inf
-    clock, left = VirtualClock(), []
-
-    def request(attempt: int) -> None:
-        left.append(seconds_left())
-        clock.sleep(50)
-        if attempt < 3:
-            raise unavailable()
-
-    Retry(clock=clock, base_seconds=0).call(request)
-    assert left == [120, 70, 20]
-    assert seconds_left() == math.inf
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"attempts": 0},
-        {"corrupt_attempts": 0},
-        {"base_seconds": -1.0},
-        {"cap_seconds": float("inf")},
-        {"deadline_seconds": float("nan")},
-    ],
-)
-def test_numbers_are_checked(wrong: dict[str, float]):
-    """A retry without an attempt or an end is a mistake."""
-    with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]):
-        Retry(**wrong)

@@ -1,6 +1,5 @@
 """S3's own part: parts, conditions, checksums, encryption, secrets."""
 
-import hashlib
 import io
 import logging
 import os
@@ -13,7 +12,6 @@ import pytest
 from support import s3_server as servers
 from support.buckets import quick_retry
 
-from cloud_adapters.storage.checksums import crc32c
 from cloud_adapters.storage.retry import Retry
 from cloud_adapters.storage.s3 import upload as s3_upload
 from cloud_adapters.storage.s3.calls import Clients, ServerSideEncryption
@@ -78,40 +76,6 @@ def test_refused_buckets_and_prefixes(bucket: str, prefix: str):
         S3Store(bucket, prefix, client=object())
 
 
-def test_stream_of_many_pieces(store: S3Store):
-    """Parts are filled across pieces; CRC32C of the whole is the service's."""
-
-    def pieces() -> Iterator[bytearray]:
-        buffer = bytearray(70_001)  # The same one each time, as readinto() fills it.
-        for start in range(0, len(BIG), len(buffer)):
-            piece = BIG[start : start + len(buffer)]
-            buffer[: len(piece)] = piece
-            yield buffer[: len(piece)]
-
-    info = store.put("key", pieces(), metadata={"round": "3"})
-    assert store.read("key") == BIG
-    assert info.crc32c == crc32c(BIG)
-    found = store.stat("key")
-    assert (found.size, found.crc32c, found.sha256) == (len(BIG), crc32c(BIG), None)
-    assert found.metadata == {"round": "3"}
-    assert found.version == info.version
-    assert head(store, "key")["ChecksumType"] == "FULL_OBJECT"
-
-
-def test_content_in_memory_keeps_its_digest(store: S3Store):
-    """A list of buffers is seen twice, so its SHA-256 is in the metadata."""
-    info = store.put("key", [BIG[: 5 * MIB], BIG[5 * MIB :]])
-    assert store.stat("key").sha256 == info.sha256 == hashlib.sha256(BIG).hexdigest()
-
-
-@pytest.mark.parametrize("size", [8 * MIB, 8 * MIB + 1])
-def test_boundary_between_one_request_and_parts(store: S3Store, size: int):
-    """A part's worth goes in one request; one byte more makes two parts."""
-    store.put("key", iter([BIG[:size]]))
-    assert store.read("key") == BIG[:size]
-    assert store.stat("key").version.endswith("-2") == (size > 8 * MIB)
-
-
 def test_source_that_fails_late_leaves_no_parts(store: S3Store):
     """Also an interrupt removes what was sent."""
 
@@ -160,19 +124,6 @@ def test_cut_follows_the_sizes_of_parts(monkeypatch: pytest.MonkeyPatch):
     parts = [bytes(part) for part in s3_upload.cut(pieces, buffers)]
     assert [len(part) for part in parts] == [4, 4, 8, 8, 16, 10]
     assert b"".join(parts) == content
-
-
-def test_buffers_are_filled_again(monkeypatch: pytest.MonkeyPatch):
-    """Parts that were given back are used for later ones, and hold their content."""
-    monkeypatch.setattr(s3_upload, "PART_BYTES", 4)
-    monkeypatch.setattr(s3_upload, "PARTS_OF_ONE_SIZE", 3)
-    buffers, content, used = s3_upload.Buffers(), bytearray(), set()
-    for part in s3_upload.cut([bytes(range(50))], buffers):
-        content += part
-        used.add(id(part))
-        buffers.give_back(part)
-    assert content == bytes(range(50))
-    assert len(used) <= 3  # Of 4 bytes, of 8, and the last.
 
 
 def test_memory_of_an_upload_is_bounded(monkeypatch: pytest.MonkeyPatch):
@@ -232,19 +183,6 @@ def test_objects_of_others_are_read(store: S3Store):
     assert store.read("theirs") == b"content"
     assert store.stat("theirs").sha256 is None
     assert [info.key for info in store.list()] == ["theirs"]
-
-
-def test_list_goes_on_over_pages(store: S3Store, monkeypatch: pytest.MonkeyPatch):
-    """In order, and from behind a key, however small the pages are."""
-    names = ["a", "a/b", "a0", "b/\N{SNOWMAN}", "b/\N{GRINNING FACE}", "c", "\ue000"]
-    for name in names:
-        store.put(name, [b""])
-    ask = store._calls.client.list_objects_v2
-    few = type("Few", (), {"list_objects_v2": lambda _, **p: ask(MaxKeys=2, **p)})()
-    small_pages = S3Store(store._calls.bucket, "runs/1", client=few)
-    assert [info.key for info in small_pages.list()] == sorted(names)
-    found = [info.key for info in small_pages.list(start_after="a/b")]
-    assert found == sorted(names)[2:]
 
 
 @pytest.mark.parametrize(
@@ -324,12 +262,6 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, s3_server: servers.S3Se
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(NotAuthenticated, match="ProfileNotFound"):
         Clients(endpoint_url=None, region=None)
-
-
-def test_malformed_endpoint():
-    """The library's ValueError becomes one of ours."""
-    with pytest.raises(StoreUnavailable, match="no-url"):
-        Clients(endpoint_url="no-url", region="eu-west-1")
 
 
 def test_late_attempts_get_little_time():

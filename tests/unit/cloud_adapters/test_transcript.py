@@ -15,7 +15,7 @@ from support import toy
 from support.scripted_grid import ScriptedGrid, reply_to
 
 from cloud_adapters.local.inproc_grid import InProcessGrid
-from cloud_adapters.local.transcript import TranscriptGrid, check_fresh, recorded
+from cloud_adapters.local.transcript import TranscriptGrid, check_fresh
 from deploy.tools import transcript_bodies, transcript_reader as transcript
 from federation.errors import (
     CorruptObject,
@@ -29,7 +29,7 @@ from federation.messages import Reply, SiteMessage, Task
 from federation.rounds.coordinator import run_federation
 from federation.rounds.gather import exchange
 from federation.wire import frame as wire
-from privacy.secagg.protocol.messages import Confirms, Decline, Head, MaskedAnswer
+from privacy.secagg.protocol.messages import Confirms, Decline
 
 TASKS: list[Task] = [toy.task(), toy.secure_task()]
 ANSWERS: list[SiteMessage] = [
@@ -82,15 +82,6 @@ def names(folder: Path) -> list[str]:
 def rows(folder: Path) -> list[dict[str, object]]:
     text = (folder / "index.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
-
-
-def test_grid_is_what_it_was(tmp_path: Path):
-    """Replies and their order; without a folder there is no wrapper."""
-    script = Script()
-    assert recorded(script, None) is script
-    grid = recorded(script, tmp_path / "seen")
-    found = list(exchange(grid, TASKS, deadline_seconds=1.0))
-    assert [r.message for r in found] == ANSWERS
 
 
 def test_every_message_becomes_its_wire_frame(folder: Path):
@@ -177,17 +168,6 @@ def test_message_that_cannot_travel_is_not_written(tmp_path: Path):
     assert len(rows(tmp_path / "seen")) == len(TASKS)
 
 
-def test_leaving_early_ends_the_exchange_below(tmp_path: Path):
-    """So that sites are told to stop."""
-    script = Script()
-    grid = TranscriptGrid(script, tmp_path / "seen")
-    replies = exchange(grid, TASKS, deadline_seconds=1.0)
-    next(replies)
-    replies.close()  # type: ignore[attr-defined]
-    assert [len(ids) for ids in script.withdrawn] == [len(TASKS)]
-    assert len(rows(tmp_path / "seen")) == len(TASKS) + 1
-
-
 def test_one_update_is_held_at_a_time(tmp_path: Path):
     """The receiver's copy is the only one, as over the grid below."""
     script = Script([toy.update(), toy.update()])
@@ -263,27 +243,6 @@ def test_reader_decodes_protocol_messages(tmp_path: Path):
     assert not any(part["fields"] for part in (task, step, *others))
 
 
-def test_messages_inside_messages_are_decoded():
-    """With dotted names and numbers in brackets; what is long is told by its digest."""
-    head = Head(
-        number=1,
-        context=b"\x03" * 32,
-        vector_digest=b"\x04" * 32,
-        header_digest=b"\x05" * 32,
-        dealt=b"\x06" * 96,
-        signature=b"\x07" * 64,
-    )
-    masked = MaskedAnswer(
-        head=head.to_bytes(), sealed={2: b"\x08" * 181}, rows={2: b"\x09" * 160}
-    )
-    found = transcript_bodies.decode(masked.to_bytes())
-    assert found["head.number"] == 1
-    assert found["head.vector_digest"] == "04" * 32
-    digest = hashlib.sha256(b"\x08" * 181).hexdigest()
-    assert found["sealed[2]"] == f"181 bytes, sha256 {digest}"
-    assert len(found) == 8
-
-
 def test_nonsense_within_nonsense_is_not_followed_for_ever():
     """A hostile site may send it; the reader must not run out of stack."""
     body = DECLINE
@@ -292,36 +251,6 @@ def test_nonsense_within_nonsense_is_not_followed_for_ever():
     ((name, value),) = transcript_bodies.decode(body).items()
     assert name.count("confirms[1]") <= 4
     assert "bytes, sha256" in str(value)
-
-
-def test_one_message_is_found_by_its_number(tmp_path: Path):
-    """With its fields in words; a number too large is named with those that exist."""
-    written(tmp_path / "seen", Script([toy.secure_answer(body=DECLINE)]))
-    found = transcript.find(tmp_path / "seen", 3)
-    assert "        field   body: number = 2" in transcript.lines(found, fields=True)
-    assert not any("field" in line for line in transcript.lines(found))
-    for number in (0, 4, -1):
-        with pytest.raises(ObjectNotFound, match=rf"no message {number}: .* 1 to 3"):
-            transcript.find(tmp_path / "seen", number)
-
-
-def test_words_and_summary(folder: Path):
-    """What an auditor reads."""
-    summary = transcript.Summary()
-    text = []
-    for row in transcript.read(folder):
-        summary.add(row)
-        text += transcript.lines(row)
-    page = "\n".join(text)
-    assert "000004  from  c  round 1  masked-update  " in page
-    assert '        header  kind = "crashed"' in page
-    assert "        opaque  words: " in page
-    assert "        clear   delta_d: " in page
-    to_sites, from_sites, clear = summary.lines()
-    assert to_sites.startswith("to sites: 2 messages, ")
-    assert from_sites.startswith("from sites: 5 messages, ")
-    assert "num_examples" in clear
-    assert list(transcript.Summary().lines())[-1] == "readable from sites: nothing"
 
 
 def change_row(folder: Path, at: int, **fields: object) -> None:

@@ -148,33 +148,6 @@ def test_missing_objects(get: Get, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_version_may_be_named(tmp_path: Path):
-    """Another is refused before the first byte."""
-    store = filled()
-    old = store.stat("key").version
-    store.put("key", [b"new"])
-    with pytest.raises(ObjectChanged):
-        download(store, "key", tmp_path / "file", if_version=old)
-    with pytest.raises(ObjectChanged):
-        next(stream(store, "key", if_version=old))
-
-
-def test_a_consumer_may_leave():
-    """What was fetched ahead is let go, and no thread stays."""
-    before = set(threading.enumerate())  # Some of another test may end meanwhile.
-    pieces = stream(filled(), "key", part_bytes=100, ahead=3)
-    assert next(pieces) == CONTENT[:100]
-    pieces.close()  # type: ignore[attr-defined]
-    assert set(threading.enumerate()) <= before
-
-
-@pytest.mark.parametrize("wrong", [{"part_bytes": 0}, {"workers": 0}])
-def test_numbers_are_checked(tmp_path: Path, wrong: dict[str, int]):
-    """No part and no worker is a mistake."""
-    with pytest.raises(ValueError, match=r"part|workers"):
-        download(filled(), "key", tmp_path / "file", **wrong)
-
-
 def kill(tmp_path: Path) -> tuple[FaultyStore, Path]:
     """Kill a download that has two parts of three."""
     LocalStore(tmp_path / "store").put("key", [CONTENT])
@@ -274,12 +247,6 @@ def test_upload(tmp_path: Path):
         upload(store, "key", tmp_path / "file", if_absent=True)
     with pytest.raises(ObjectChanged):
         upload(store, "key", tmp_path / "file", if_version="0")
-
-
-def test_upload_of_nothing(tmp_path: Path):
-    """A file that is not there is named."""
-    with pytest.raises(StoreUnavailable, match=r"cannot read .*missing"):
-        upload(MemoryStore(), "key", tmp_path / "missing")
 
 
 def test_files_that_change_are_not_uploaded(tmp_path: Path):

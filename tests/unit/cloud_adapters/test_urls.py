@@ -7,30 +7,8 @@ from typing import Any
 
 import pytest
 
-from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.urls import StoreOptions, StoreUrl, open_store, parse_url
 from federation.errors import JobError
-
-
-def test_file_url_absolute(tmp_path: Path):
-    """Three slashes lead to an absolute folder."""
-    open_store(f"file://{tmp_path}/runs").put("key", [b"x"])
-    assert (tmp_path / "runs" / "key").read_bytes() == b"x"
-
-
-def test_file_url_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Without a third slash it is a folder below the working directory."""
-    monkeypatch.chdir(tmp_path)
-    open_store("file://my runs/100%").put("key", [b"x"])
-    assert (tmp_path / "my runs" / "100%" / "key").read_bytes() == b"x"
-
-
-def test_memory_url_opens_an_empty_store():
-    """Each memory URL is a store of its own."""
-    open_store("memory://").put("key", [b"x"])
-    store = open_store("memory://")
-    assert isinstance(store, MemoryStore)
-    assert list(store.list()) == []
 
 
 @pytest.mark.parametrize(
