@@ -192,14 +192,6 @@ def test_host() -> None:
     assert "1 time." in once.text
 
 
-def test_many_addresses_are_one_alert() -> None:
-    """A storm of knocks keeps no other alert waiting."""
-    knocks = {f"10.0.0.{number} (CN=site-n)": 2 for number in range(200)}
-    facts = HostFacts(free_bytes=1 << 40, reserve_bytes=1, expires={}, knocks=knocks)
-    (alert,) = alerts.of_host(facts, 0.0)
-    assert "400 times, at 200 addresses" in alert.text
-
-
 def test_owners_quotas() -> None:
     """The larger share alone; what is not limited, or not known, alarms nobody."""
     used = {

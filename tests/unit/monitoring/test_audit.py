@@ -1,14 +1,11 @@
 """What an audit says: lines, JSON, page and figures."""
 
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from federation.errors import StoreUnavailable
 from monitoring.audit_findings import (
     AuditFindings,
     CurveFindings,
@@ -19,8 +16,7 @@ from monitoring.audit_findings import (
     document,
     lines,
 )
-from monitoring.pages import audit_page
-from monitoring.pages.audit_page import render, write_audit
+from monitoring.pages.audit_page import render
 from privacy.dp import curve_tests
 from privacy.dp.auditing import Guesses, guess, roc
 from privacy.dp.curve_tests import PValues
@@ -178,17 +174,6 @@ def test_lines_say_what_was_promised_and_what_was_proved():
     assert "infinite: the job has no" in text
 
 
-def test_document_is_plain_json():
-    """No infinity and no array; every number of the lines."""
-    found = json.loads(json.dumps(document(findings(KEPT, FREE)), allow_nan=False))
-    first, second = found["sites"]
-    assert (first["epsilon"], second["epsilon"]) == (2.5, None)
-    assert first["lower_bound"] == KEPT.bound
-    assert first["canaries_in"] == KEPT.is_in_m.sum()
-    rate = first["membership_final_model"]["tpr_at_fpr_0.01"]
-    assert rate["low"] <= rate["value"] <= rate["high"]
-
-
 def test_page_shows_every_site_and_escapes_names():
     """Two figures each, a verdict, and nothing from the network."""
     page = render(findings(BROKEN, FREE))
@@ -224,17 +209,3 @@ def test_page_of_sums_says_whose_noise_they_hold():
     assert "own model" not in page
     assert document(found)["sites"][0]["membership_local_model"] is None
     assert "own last model" in render(findings(KEPT))
-
-
-def test_page_of_many_sites_stays_small(monkeypatch: pytest.MonkeyPatch):
-    """All in the tables, the first few in figures."""
-    monkeypatch.setattr(audit_page, "MAX_SITES_DRAWN", 1)
-    page = render(findings(site("one"), site("two")))
-    assert page.count('<svg class="plot"') == 2
-    assert "Figures: the first 1 of 2 sites." in page
-
-
-def test_page_that_cannot_be_written_is_an_error(tmp_path: Path):
-    """With the path in it."""
-    with pytest.raises(StoreUnavailable, match="nowhere"):
-        write_audit(findings(KEPT), tmp_path / "nowhere" / "audit.html")

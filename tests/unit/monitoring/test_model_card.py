@@ -7,11 +7,11 @@ import tomli_w
 from support import event_samples
 from support.small_jobs import small_job
 
-from federation.events import DataDistributed, Event, RunStarted
+from federation.events import Event, RunStarted
 from federation.job import job_file
 from monitoring.pages.model_card import ModelFile, model_card
 from monitoring.views.run_fold import fold
-from monitoring.views.run_view import DEPLOYED, RunView
+from monitoring.views.run_view import RunView
 
 MODEL = ModelFile(
     size=7_800, sha256="a5" * 32, num_tensors=2, num_values=1_930, types=("BF16", "F32")
@@ -33,15 +33,6 @@ def hidden(events: list[Event]) -> list[Event]:
     ]
 
 
-def deployed(events: list[Event]) -> list[Event]:
-    """The same run with sites elsewhere, whose data nobody here knows."""
-    return [
-        dataclasses.replace(e, engine=DEPLOYED) if isinstance(e, RunStarted) else e
-        for e in events
-        if not isinstance(e, DataDistributed)
-    ]
-
-
 def rows(card: str) -> dict[str, str]:
     """Second cells of all rows by their first ones."""
     cells = [line.split(" | ") for line in card.splitlines() if line.startswith("| ")]
@@ -59,13 +50,6 @@ def test_facts_of_a_run():
     assert found["rounds"] == "1 of 1"
     assert found["accuracy"] == "35.00%"
     assert found["secure aggregation"] == "no"
-
-
-def test_no_privacy_is_said():
-    """Who reads the card of a model without privacy is warned."""
-    card = card_of(fold(event_samples.two_sites(1)))
-    assert "No differential privacy." in card
-    assert "- differential-privacy" not in card
 
 
 def test_epsilon_has_its_terms():
@@ -93,42 +77,6 @@ def test_sizes_are_told_of_open_runs_alone():
         assert "How much each site holds is not reported." in card_of(view)
 
 
-def test_exhausted_run_is_marked():
-    """The last model of a budget is not passed off as that of a whole run."""
-    assert "ended early" in card_of(fold(event_samples.exhausted()))
-    assert "ended early" not in card_of(fold(event_samples.private(1)))
-
-
-@pytest.mark.parametrize(
-    ("training", "work"),
-    [({"local_steps": 3}, "3 steps"), ({"local_epochs": 1}, "1 epoch")],
-)
-def test_local_work_is_in_the_words_of_the_job(
-    training: dict[str, int], work: str
-) -> None:
-    """A job names either steps or epochs."""
-    card = card_of(fold(event_samples.two_sites(1)), training=training)
-    assert rows(card)["at each site"].startswith(f"{work} a round of `sgd`, ")
-
-
-def test_local_work_that_the_run_chose_is_a_range():
-    """The card of a run whose rounds differ does not name its fewest steps alone."""
-    auto = {"local_work": "auto", "max_local_steps": 64}
-    card = card_of(fold(event_samples.two_sites(1)), schedule=auto)
-    assert rows(card)["at each site"].startswith("1 to 64 steps a round of ")
-
-
-def test_only_simulated_sites_are_called_simulated():
-    """A deployed site's data is its own, whatever a rehearsal would deal out."""
-    events = event_samples.two_sites(1)
-    assert "simulated on one machine" in card_of(fold(events))
-    card = card_of(fold(deployed(events)))
-    assert "simulated" not in card
-    assert "source" not in rows(card)
-    assert rows(card)["`site-1`"] == "`local`"
-    assert "data that it chose itself" in card
-
-
 @pytest.mark.parametrize("name", ["a|b", "a`b", "<script>", "a\nb"])
 def test_text_of_the_run_is_no_markup(name: str):
     """It stays inside its code span, its cell and its line."""
@@ -142,12 +90,6 @@ def test_text_of_the_run_is_no_markup(name: str):
     shown = name.replace("|", r"\|").replace("`", "'").replace("\n", " ")
     assert f"# `{shown}`\n" in card
     assert f"| run | `{shown}` |\n" in card
-
-
-def test_card_of_a_run_never_changes():
-    """So that an export can be made again."""
-    events = event_samples.private(2)
-    assert card_of(fold(events)) == card_of(fold(events))
 
 
 def personal_card(site: str) -> str:

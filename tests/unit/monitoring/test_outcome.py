@@ -1,7 +1,6 @@
 """The last lines of a run say what it is worth and what it has spent."""
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -36,20 +35,6 @@ def test_private_outcome():
     ]
 
 
-def test_exhausted_outcome():
-    """It tells of the last model, which came before the round that was refused."""
-    found = list(lines(fold(event_samples.exhausted())))
-    assert found[:2] == ["status      exhausted", "rounds      6"]
-    assert "after round 6," in found[2]
-
-
-def test_language_outcome():
-    """A language model has perplexity; without an evaluation there is nothing."""
-    events = event_samples.language(1)
-    assert re.fullmatch(r"perplexity  [\d.]+", list(lines(fold(events)))[-1])
-    assert len(list(lines(fold(events[:1])))) == 2
-
-
 def _with_loss(loss: float) -> list[str]:
     events = [
         replace(event, pooled=replace(event.pooled, loss_sum=loss * event.pooled.count))
@@ -66,13 +51,6 @@ def test_a_loss_that_is_not_finite_is_reported(loss: float):
     found = _with_loss(loss)
     assert found[2].startswith(f"loss        {loss} nats")
     assert found[-1].startswith("diverged    the loss is not finite")
-
-
-def test_a_loss_of_any_size_is_readable():
-    """Without thirty digits before the point, or four zeros after it."""
-    assert _with_loss(2.8e28)[2].startswith("loss        2.8e+28 nats")
-    assert _with_loss(3e-5)[2].startswith("loss        3.0e-05 nats")
-    assert not any(line.startswith("diverged") for line in _with_loss(2.8e28))
 
 
 def test_clouds_are_told_of_in_one_line():

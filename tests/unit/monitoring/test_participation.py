@@ -1,14 +1,12 @@
 """Who took part in a run, and who made others wait."""
 
 import itertools
-import math
 
-import numpy as np
 import pytest
 
 from federation.events import SiteAnswered, SiteFailed
 from federation.messages import FailureKind
-from monitoring.views.participation import Participation, jain_index, waited
+from monitoring.views.participation import Participation, waited
 
 
 def answered(site: str, seconds: float) -> SiteAnswered:
@@ -79,16 +77,6 @@ def test_failures_keep_others_waiting_and_do_not_wait():
 def test_what_did_not_keep_the_round_open_has_no_share(kind: str):
     found = waited([answered("a", 1.0), answered("b", 2.0), failed("c", 9.0, kind)])
     assert found == {"a": 0.0, "b": 1.0}
-
-
-def test_jain_index():
-    assert jain_index([3, 3, 3]) == 1.0
-    assert jain_index([9, 0, 0]) == pytest.approx(1 / 3)
-    assert jain_index([0, 0]) is None
-    counts = [1, 2, 7]
-    direct = sum(counts) ** 2 / (3 * float(np.square(counts).sum()))
-    assert jain_index(counts) == pytest.approx(direct)
-    assert math.isfinite(jain_index([10**9] * 3) or 0.0)
 
 
 def test_words_name_the_cause():

@@ -156,22 +156,3 @@ def test_noise_is_that_of_the_mechanism(size: int):
         (privacy_words.loss_noise(planned, event), [s.loss for s in found]),
     ):
         assert said == pytest.approx(statistics.stdev(values), rel=0.1)
-
-
-def test_no_noise_where_there_is_none():
-    """Without privacy, without predictions, with public held-out data."""
-    event = _evaluated(320, 300, event_samples.TWO_SITES)
-    public = fold(event_samples.private(1, public=True)).privacy
-    assert privacy_words.accuracy_noise(None, event) is None
-    assert privacy_words.accuracy_noise(public, event) is None
-    assert privacy_words.accuracy_noise(_planned(), None) is None
-    empty = _evaluated(0, 0, event_samples.TWO_SITES)
-    assert privacy_words.accuracy_noise(_planned(), empty) is None
-
-
-@pytest.mark.parametrize(
-    ("noise", "expected"), [(0.019, "1.9"), (0.0005, "0.1"), (0.0004, "0.04")]
-)
-def test_points(noise: float, expected: str):
-    """A small noise is not passed off as none."""
-    assert privacy_words.format_points(noise) == expected

@@ -24,15 +24,13 @@ from federation.events import (
     SiteFailed,
     SitesIntroduced,
     SitesLeftOut,
-    Warned,
 )
 from federation.messages import FailureKind
 from monitoring.pages.report import render, render_sections
 from monitoring.terminal import live
 from monitoring.terminal.live import LiveProgress, sparkline
 from monitoring.terminal.outcome import lines
-from monitoring.terminal.progress import PlainProgress, printable
-from monitoring.units import format_duration
+from monitoring.terminal.progress import PlainProgress
 from monitoring.views.run_fold import fold
 
 HOSTILE = "\x1b[31m\r\nboom [bold]\x07"
@@ -164,20 +162,6 @@ def test_plain_exhausted_run_ends_soundly():
     assert "the privacy budget is spent: round 7 is beyond" in lines[-1]
 
 
-def test_plain_many_private_sites_share_a_line():
-    """Means of hundreds of sites are a range."""
-    sites = tuple(f"site-{index}" for index in range(9))
-    lines = _lines(event_samples.private(1, sites=sites))
-    (line,) = (line for line in lines if "noise multiplier" in line)
-    assert line.startswith("privacy  9 sites  noise multiplier 0.900 to 1.300  ")
-
-
-def test_plain_round_waits_for_its_evaluation():
-    """A round's line comes when its model is evaluated: in the next round."""
-    rounds = [line for line in _lines(event_samples.two_sites(3)) if "/3  loss" in line]
-    assert [line[:10] for line in rounds] == ["round  1/3", "round  2/3", "round  3/3"]
-
-
 def test_plain_metrics_over_fewer_sites_say_so():
     """A loss that lacks a site's data is not passed off as everybody's."""
     lines = _lines([_without_second_site(e) for e in event_samples.two_sites(1)])
@@ -195,17 +179,6 @@ def _without_second_site(event: Event) -> Event:
         bytes_down=event.bytes_down[:1],
         bytes_up=event.bytes_up[:1],
     )
-
-
-def _fails_to_evaluate_the_last_model() -> list[Event]:
-    """One round, and a failure in the exchange after it."""
-    failed = next(e for e in event_samples.troubled() if isinstance(e, SiteFailed))
-    return [*event_samples.two_sites(1)[:-1], replace(failed, round_index=2)]
-
-
-def test_plain_last_evaluation_is_no_round():
-    """Nobody planned a round 2 of 1."""
-    assert _lines(_fails_to_evaluate_the_last_model())[-1].startswith("failed end  gcp")
 
 
 def test_plain_round_without_evaluation_is_not_held_back():
@@ -266,23 +239,6 @@ def test_plain_lost_round_comes_when_it_is_lost():
     assert "evaluated" not in rounds[-1]
 
 
-def test_plain_evaluation_after_its_round_has_a_line():
-    """A run that is stopped evaluates its last model, whatever the job's period."""
-    *events, end = event_samples.two_sites(1)
-    assert isinstance(end, RunFinished)
-    lines = _lines([replace(events[0], rounds=4), *events[1:], end], every=2)
-    found = [line for line in lines if line.startswith(("round", "model"))]
-    assert found[0].startswith("round  1/4  not evaluated  2/2 sites")
-    assert found[1:] == ["model  1/4  loss 1.681  accuracy 35.0 %"]
-
-
-def test_plain_interruption_writes_what_waits():
-    """Leaving the block writes rounds whose evaluation will not come."""
-    events = event_samples.two_sites(2)
-    end = next(i for i, e in enumerate(events) if isinstance(e, RoundFinished))
-    assert _lines(events[: end + 1])[-1].startswith("round  1/2  not evaluated  2/2")
-
-
 def test_plain_failures_and_warnings_come_at_once():
     """What went wrong has a line of its own."""
     lines = _lines(event_samples.troubled())
@@ -294,60 +250,6 @@ def test_plain_failures_and_warnings_come_at_once():
     )
     assert any(line.startswith("round   5/10  lost  0/2 sites") for line in lines)
     assert any(line.startswith("model   5/10  loss") for line in lines)
-
-
-def test_plain_long_message_is_written_once():
-    """What stops every site in every round would hide all else."""
-    aws, gcp = event_samples.TWO_SITES
-    script = Script(
-        rounds=2,
-        failures=tuple(
-            (number, site, FailureKind.CRASHED)
-            for number in (1, 2)
-            for site in (aws, gcp)
-        ),
-        message="the model took another turn " * 5,
-    )
-    failed = [line for line in _lines(run(script)) if line.startswith("failed")]
-    assert len(failed) == 4
-    first, *others = failed
-    assert "took another turn" in first
-    site = first.split()[2]
-    for line in others:
-        assert f"crashed  the same as at {site} in round 1  " in line
-
-
-def test_plain_duration_is_that_of_all_coordinators():
-    """As on the page; who has heard only the last one says whose time it is."""
-    events = event_samples.resumed()
-    seconds = fold(events).seconds
-    starts = [at for at, e in enumerate(events) if isinstance(e, RunStarted)]
-    own = next(e for e in reversed(events) if isinstance(e, RunFinished)).seconds
-    assert seconds > own
-    assert f"completed  {format_duration(seconds)}" in _lines(events)[-1]
-    last = _lines(events[starts[-1] :])[-1]
-    assert f"completed  {format_duration(own)} since it resumed" in last
-
-
-def test_plain_resume_says_so():
-    """A skipped checkpoint and the resume are told."""
-    lines = _lines(event_samples.resumed())
-    assert "checkpoint skipped  round-000004.json  the blob's digest is wrong" in lines
-    assert any(" resumes  " in line for line in lines)
-
-
-def test_plain_language_has_perplexity():
-    """A language model is judged by perplexity."""
-    lines = _lines(event_samples.language(2))
-    assert any("perplexity" in line for line in lines)
-    assert not any("accuracy" in line for line in lines)
-
-
-def test_plain_many_sites_have_no_lines_of_their_own():
-    """With many sites only rounds and failures are written."""
-    lines = _lines(event_samples.many_sites(200, 2))
-    assert not any(line.startswith("site ") for line in lines)
-    assert sum(line.startswith("failed") for line in lines) == 12
 
 
 def test_plain_lines_hold_no_control_characters():
@@ -426,51 +328,6 @@ def test_live_site_that_was_disconnected_is_not_shown_as_training():
     assert re.search(r"aws-us-east-1 .* training", picture)
 
 
-def test_live_promise_stays_above_the_picture():
-    """What is promised, and layers that were replaced, are printed once."""
-    text = _live(event_samples.private(1), color_system=None)
-    assert text.count("privacy: unit record: epsilon at most 8 at delta 1e-04") == 1
-    assert "privacy: layer replaced  bn1: BatchNorm2d by GroupNorm" in text
-
-
-def test_live_exhausted_is_no_error():
-    """Neither the header nor the last notice is red."""
-    text = _live(event_samples.exhausted(), color_system="standard", height=40)
-    red = re.findall(r"\x1b\[(?:1;)?31m([^\x1b]*)", text)
-    assert red
-    assert not any("exhausted" in part or "beyond" in part for part in red)
-    assert "the privacy budget is spent: round 7" in text
-    assert "declined (budget)" in text
-
-
-def test_live_notices_stay():
-    """Failures and warnings are printed above the picture."""
-    text = _live(event_samples.troubled(), color_system=None)
-    assert "warning: class 7 is held by one site only" in text
-    assert "round 3: gcp-us-central1: deadline: the site's process ended" in text
-    skipped = _live(event_samples.resumed(), color_system=None)
-    assert "skipped checkpoint round-000004.json" in skipped
-
-
-def test_live_last_evaluation_is_no_round():
-    """Nobody planned a round 2 of 1."""
-    text = _live(_fails_to_evaluate_the_last_model(), color_system=None)
-    assert "last evaluation: gcp-us-central1: deadline" in text
-
-
-def test_live_losses_over_fewer_sites_are_told_apart():
-    """They are marked, and neither rise nor fall against the others."""
-    events = event_samples.two_sites(3)
-    (second,) = (
-        e for e in events if isinstance(e, ModelEvaluated) and e.round_index == 2
-    )
-    events[events.index(second)] = _without_second_site(second)
-    picture = _last_picture(events)
-    rows = [line for line in picture.splitlines() if re.match(r" +[123] ", line)]
-    assert ["loss of 1/2" in row for row in rows] == [False, True, False]
-    assert ["\u2193" in row or "\u2191" in row for row in rows] == [True, False, False]
-
-
 def test_live_replica_that_was_not_needed_leaves_no_data_out(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -494,30 +351,11 @@ def test_live_replica_that_was_not_needed_leaves_no_data_out(
     assert "2 of 3 <small>(all data)</small>" in row
 
 
-def test_live_round_in_progress():
-    """While a round runs, awaited and failed sites are told apart."""
-    events = event_samples.troubled()
-    index = next(
-        i for i, e in enumerate(events) if getattr(e, "kind", None) == "deadline"
-    )
-    picture = _last_picture(events[: index + 1])
-    assert "round 3/10" in picture
-    assert "left" in picture
-    assert "failed (deadline)" in picture
-
-
 def test_live_many_sites_stay_within_the_terminal():
     """Sites beyond the room are counted, and failures are among those shown."""
     picture = _last_picture(event_samples.many_sites())
     assert "and 188 sites more: " in picture
     assert len(picture.splitlines()) <= 40
-
-
-def test_live_language_has_perplexity():
-    """A language model's table has no accuracy."""
-    picture = _last_picture(event_samples.language(3))
-    assert "perplexity" in picture
-    assert "accuracy" not in picture
 
 
 def test_live_hides_control_characters_and_markup():
@@ -553,34 +391,6 @@ def test_live_restores_the_terminal():
     text = stream.getvalue()
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     live.close()
-
-
-def test_live_stays_closed():
-    """An event after the end is still told but starts no new picture."""
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=80)
-    with LiveProgress(console, clock=VirtualClock()) as emit:
-        for event in event_samples.two_sites(1):
-            emit(event)
-        before = stream.getvalue()
-        emit(Warned(at=0.0, message="late"))
-    assert "warning: late" in stream.getvalue()[len(before) :]
-    assert "\x1b[?25l" not in stream.getvalue()[len(before) :]
-
-
-def test_live_failure_message_is_shown():
-    """Why a run ended is the last thing printed."""
-    end = RunFinished(
-        at=event_samples.START,
-        status="failed",
-        rounds_completed=0,
-        last_round=0,
-        message="3 rounds in a row had no result",
-        seconds=1.0,
-    )
-    text = _live([*event_samples.two_sites(1)[:2], end], color_system=None)
-    assert "3 rounds in a row had no result" in text
-    assert "failed" in text
 
 
 def _interrupted() -> list[Event]:
@@ -623,13 +433,6 @@ def test_killed_coordinator_is_explained():
     assert text not in _lines(_interrupted())
 
 
-def test_live_picture_goes_on_after_an_attempt():
-    """On a terminal: the next coordinator draws again."""
-    text = _live(_interrupted(), color_system=None)
-    assert "coordinator stopped: No space left on device" in text
-    assert "completed  round 10/10" in text
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -643,11 +446,6 @@ def test_live_picture_goes_on_after_an_attempt():
 def test_sparkline(values: list[float], expected: object):
     """Not more bars than there is room, and none for what is not a number."""
     assert expected == sparkline(values, "_.-=+*#@", 4)
-
-
-def test_printable_cuts():
-    """Long text is cut, and says so."""
-    assert printable("a" * 10, limit=6) == "aaa..."
 
 
 @pytest.mark.slow

@@ -17,18 +17,15 @@ from support.stored_runs import stored
 
 from federation.errors import StoreUnavailable
 from federation.events import (
-    DataDistributed,
     ModelEvaluated,
     RoundFinished,
     RunStarted,
     SiteAnswered,
-    StoreUsed,
 )
 from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent, Resources
 from monitoring.pages import panels
-from monitoring.pages.figures import MAX_READOUTS, POOLED_COLOUR
+from monitoring.pages.figures import MAX_READOUTS
 from monitoring.pages.plots import (
-    UP_COLOUR,
     draw_all,
     site_colours,
 )
@@ -135,22 +132,6 @@ def test_page_is_whole_and_self_contained(name: str):
     assert {link[1:] for link in reader.links} <= set(reader.ids)
 
 
-def test_numbers_are_on_the_page():
-    """Tiles, tables and configuration say what the view says."""
-    view, page = fold(RUNS["troubled"]), page_of("troubled")
-    for text in (
-        f"{view.last_evaluated.pooled.loss:.3f}",
-        "9 of 10",
-        "1 crashed, 1 unreachable",
-        "rounds = 10",
-        "2.8.0",
-        "class 7 is held by one site only",
-        "No secure aggregation in this run",
-        "No differential privacy in this run",
-    ):
-        assert text in page
-
-
 def test_confusion_matrix_has_names_counts_and_shares():
     """Names are text; a class without examples has no recall."""
     events = event_samples.secure(1)
@@ -205,11 +186,6 @@ def test_confusion_matrix_with_noise_has_shares_of_0_to_1():
     assert "noise on a count has a standard deviation of" in section
     found = metrics_of(sums)
     assert 0 < found["mean_iou"] < found["macro_f1"] < 1
-
-
-def test_run_without_class_names_has_no_confusion_matrix():
-    assert 'id="confusion"' not in page_of("quiet")
-    assert "confusion" not in result(fold(RUNS["quiet"]))["final"]
 
 
 def test_secure_run_shows_sums_only():
@@ -330,32 +306,12 @@ def test_whole_sites_are_not_taken_for_records():
     assert "the model reveal about all that any one site holds is bounded" in protection
 
 
-def test_clip_norm_is_shown_where_it_adapts():
-    """Beside the size of the steps, and for each round."""
-    page = page_of("whole sites")
-    assert ">clip norm</text>" in page
-    assert "The clip norm limits each site" in page
-    rounds = _section(page, "rounds")
-    assert "Clip norm" in rounds
-    assert all(f" {0.5 * 0.9**index:.3f} " in f"{rounds} " for index in (1, 2, 3, 4))
-    fixed = page_of("joint")
-    assert "clip norm" not in fixed.lower()
-
-
 def test_public_held_out_results_are_called_so():
     """No mark, no noise, no budget; and the page says what that leaves open."""
     page = page_with(fold(event_samples.private(2, public=True)))
     assert "Held-out epsilon none" in _section(page, "summary")
     assert "~" not in _section(page, "rounds")
     assert "no epsilon covers the held-out records" in _section(page, "privacy")
-
-
-def test_exhausted_run_is_no_error():
-    """It has spent what it was given, which is a sound end."""
-    page = page_of("exhausted")
-    assert '<span class="status exhausted">exhausted</span>' in page
-    assert '<p class="message calm">The privacy budget is spent' in page
-    assert '<p class="message">' not in page
 
 
 def test_spending_beyond_the_cap_stands_out():
@@ -380,15 +336,6 @@ def test_run_without_privacy_claims_none():
     assert "epsilon" not in draw_all(fold(event_samples.two_sites(2)), {"epsilon"})
 
 
-def test_sizes_that_no_site_told_are_left_open():
-    """Under secure aggregation nobody but the partition knows them."""
-    events = [e for e in event_samples.secure() if not isinstance(e, DataDistributed)]
-    page = page_with(fold(events))
-    sites = page.split('<section id="sites">')[1].split("</section>")[0]
-    row = sites.split("on-premises")[1].split("</tr>")[0]
-    assert '<td class="n">-</td><td class="n">-</td>' in row
-
-
 @pytest.mark.slow
 def test_loss_that_lacks_a_site_is_not_passed_off_as_everybodys():
     """The tile says whose it is, and it is never called the lowest."""
@@ -409,15 +356,6 @@ def test_loss_that_lacks_a_site_is_not_passed_off_as_everybodys():
     assert best[1] == f"{fold(events).rounds[1].loss:.3f}"
 
 
-def test_figures_follow_the_task():
-    """A language model has perplexity in place of accuracy."""
-    shared = {"loss", "loss-log", "data", "bytes", "participation", "update-norm"}
-    shared |= {"timeline"}
-    quiet, language = map(figures_of, (page_of("quiet"), page_of("language")))
-    assert shared | {"accuracy", "accuracy-log"} == quiet
-    assert shared | {"perplexity"} == language
-
-
 def test_figures_can_be_left_out():
     """A page has those that it is given, and of a run the named ones are drawn."""
     view = fold(RUNS["quiet"])
@@ -428,21 +366,6 @@ def test_figures_can_be_left_out():
 def figures_of(page: str) -> set[str]:
     """Names of the figures of a page."""
     return set(re.findall(r'<svg class="plot" role="img" aria-label="([^"]*)"', page))
-
-
-def test_training_loss_is_drawn_where_it_leaves_the_sites():
-    """Beside the held-out loss; under differential privacy there is none."""
-    assert 'class="dashes1"' in page_of("quiet")
-    assert "</i>training<" not in page_of("private")
-    assert "training 0." in draw_all(fold(RUNS["quiet"]), {"loss"})["loss"]
-    assert ">training " not in draw_all(fold(RUNS["private"]), {"loss"})["loss"]
-
-
-def test_accuracy_axis_shows_the_whole_run():
-    """No line leaves the figure; errors on a logarithmic axis tell late ones apart."""
-    drawn = draw_all(fold(event_samples.two_sites(40)), {"accuracy", "accuracy-log"})
-    assert ">20</text>" in drawn["accuracy"]
-    assert all(f">{error}</text>" in drawn["accuracy-log"] for error in (5, 10, 50))
 
 
 def test_values_show_under_the_pointer_without_a_script():
@@ -464,38 +387,6 @@ def test_pages_allow_no_script_and_no_network():
     assert f'http-equiv="Content-Security-Policy" content="{policy}"' in page_of(
         "quiet"
     )
-
-
-def test_colours_follow_the_page_in_the_dark():
-    """With a colour of their own where no page defines one, as in a notebook."""
-    drawn = draw_all(fold(RUNS["quiet"]), {"loss"})["loss"]
-    assert f"stroke: var(--ink, {POOLED_COLOUR})" in drawn
-    assert not re.search(rf"(fill|stroke): {POOLED_COLOUR}", drawn)
-    assert "@media screen and (prefers-color-scheme: dark)" in page_of("quiet")
-
-
-def test_participation_is_a_strip_of_cells():
-    """One of each site and round, by what became of it; long runs merge theirs."""
-    names = {"participation"}
-    drawn = draw_all(fold(RUNS["troubled"]), names)["participation"]
-    assert drawn.count(f"fill: {UP_COLOUR}") == 16 + 1  # and the legend
-    assert drawn.count("fill: #c2372e") == 4 + 1
-    assert ">not asked<" not in drawn
-    long = draw_all(fold(event_samples.two_sites(100)), names)["participation"]
-    assert long.count(f"fill: {UP_COLOUR}") == 2 + 1
-
-
-def test_labels_of_rounds_do_not_lie_over_each_other():
-    """One of a short round next to a long one is left out."""
-    events = event_samples.two_sites(3)
-    far = [
-        replace(e, at=e.at + 600) if e.round_index > 2 else e
-        for e in events
-        if hasattr(e, "round_index")
-    ]
-    events = [events[0], *far]
-    drawn = draw_all(fold(events), {"timeline"})["timeline"]
-    assert re.findall(r">(round \d)</text>", drawn) == ["round 1", "round 3"]
 
 
 @pytest.mark.slow
@@ -597,16 +488,6 @@ def test_many_sites_and_labels_are_cut_and_counted():
     assert ">other<" in draw_all(view, {"data"})["data"]
 
 
-def test_data_without_labels_is_shown_as_sizes():
-    """Data that has neither classes nor groups still has a size."""
-    events = event_samples.two_sites(1)
-    place = next(i for i, e in enumerate(events) if isinstance(e, DataDistributed))
-    script = Script(rounds=1, labels=())
-    (bare,) = [e for e in run(script) if isinstance(e, DataDistributed)]
-    events[place] = bare
-    assert "training examples" in draw_all(fold(events), {"data"})["data"]
-
-
 def test_unfinished_run_says_so():
     """A killed coordinator's report does not look like a finished one."""
     page = page_with(fold(event_samples.two_sites(2)[:-1]))
@@ -645,19 +526,3 @@ def test_what_stores_were_used_for():
     assert "served from cache 4 - - - 12.5 MB -" in text
     assert "All stores 9 15 1 2.0 MB 10.0 MB 2.2 s" in text
     assert "saved 4 reads of 12.5 MB" in text
-
-
-def test_no_store_no_section():
-    """A run that is kept nowhere and reads from no store has nothing to tell."""
-    page = page_of("quiet")
-    assert 'id="storage"' not in page
-
-
-def test_many_stores_are_cut_and_still_counted():
-    """The line of totals is over all of them."""
-    events = stored()
-    used = next(event for event in events if isinstance(event, StoreUsed))
-    many = [replace(used, who=f"site-{i}") for i in range(150)]
-    text = _section(page_with(fold([*events, *many])), "storage")
-    assert "100 of 153 entries" in text
-    assert "All stores 309 465 1" in text

@@ -1,7 +1,6 @@
 """A run is what its newest events say."""
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -12,28 +11,20 @@ from federation.events import (
     Event,
     ModelEvaluated,
     ModelSelected,
-    PrivacyPlanned,
     RoundStarted,
     RunExtended,
-    RunFinished,
     RunStarted,
     SiteAnswered,
     SiteFailed,
     SitesLeftOut,
     StepTaken,
-    StoreUse,
-    StoreUsed,
 )
 from federation.messages import FailureKind, MetricSums
-from monitoring.pages import report
 from monitoring.terminal import outcome
 from monitoring.views.result_json import result
 from monitoring.views.round_view import (
-    accuracy_of,
-    loss_of,
     metrics_of,
     named_metric,
-    perplexity,
 )
 from monitoring.views.run_fold import RunFold, fold
 from monitoring.views.run_view import RunView
@@ -47,22 +38,6 @@ def test_quiet_run_is_complete():
     assert all(row.loss and row.accuracy and row.training_loss for row in view.rounds)
     assert all((row.answered, row.failures) == (2, {}) for row in view.rounds)
     assert view.current is None
-
-
-def test_evaluation_belongs_to_the_round_before():
-    """A round's loss is of the model after it, not of the one it began with."""
-    view = fold(event_samples.two_sites(2))
-    assert view.initial.round_index == 0
-    assert [row.evaluated.round_index for row in view.rounds] == [1, 2]
-    assert view.rounds[1].loss < view.rounds[0].loss < view.initial.pooled.loss
-
-
-def test_traffic_adds_up():
-    """Totals are the sums over the sites, last evaluation included."""
-    view = fold(event_samples.troubled())
-    assert sum(site.bytes_up for site in view.sites) == view.bytes_up
-    assert sum(site.bytes_down for site in view.sites) == view.bytes_down
-    assert view.bytes_down == 11 * 2 * UPDATE_BYTES
 
 
 def _bytes_told(events: list[Event]) -> tuple[int, int]:
@@ -129,15 +104,6 @@ def test_secure_sites_have_no_metrics_of_their_own():
     assert [row.sites_evaluated for row in view.rounds] == [2, 3, 3, 3]
 
 
-def test_failures_are_kept_by_kind():
-    """A lost round is a row like any other and does not count as completed."""
-    view = fold(event_samples.troubled())
-    assert (view.rounds[4].status, view.rounds[4].answered) == ("lost", 0)
-    assert view.rounds[4].failures == {"crashed": 1, "unreachable": 1}
-    assert view.rounds_completed == 9
-    assert [len(site.failures) for site in view.sites] == [1, 3]
-
-
 def test_answer_that_came_twice_is_no_failure_of_its_site():
     """Unlike a site that refuses to work twice, and so has not answered."""
     site, other = TWO_SITES
@@ -198,33 +164,6 @@ def test_newest_record_of_a_round_counts():
     assert len(view.checkpoints) == 10
 
 
-def test_each_range_of_rounds_names_its_engine():
-    """Also in the result and the report; rounds that ran again are of the new one."""
-    events = event_samples.resumed()
-    (_, again) = [i for i, e in enumerate(events) if isinstance(e, RunStarted)]
-    assert fold(events).engine == "inproc"
-    first = events[again].first_round
-    events[again] = replace(events[again], engine="flower")
-    view = fold(events)
-    text = f"inproc in rounds 1 to {first - 1}, flower from round {first} on"
-    assert view.engine == text
-    assert any(line.endswith(f"({text})") for line in outcome.lines(view))
-    assert text in report.render(view, "", {}, figures=())
-    expected = [(1, "inproc"), (first, "flower")]
-    found = result(view)["engines"]
-    assert [(each["first_round"], each["engine"]) for each in found] == expected
-    anew = replace(events[again], first_round=1, engine="virtual")
-    assert fold([*events, anew]).engines == ((1, "virtual"),)
-
-
-def test_seconds_add_up_over_coordinators():
-    """The time between two coordinators is not the run's."""
-    events = event_samples.resumed()
-    second = [e for e in events if isinstance(e, RunFinished)][-1].seconds
-    view = fold(events)
-    assert second < view.seconds < events[-1].at - events[0].at - 55
-
-
 def test_sites_that_had_left_before_a_restart_are_not_missing():
     """A coordinator that resumes says anew without whom it continues."""
     events = event_samples.resumed()
@@ -260,30 +199,6 @@ def test_every_prefix_has_a_view():
         if run.has_started:
             assert isinstance(run.view(), RunView)
             json.dumps(result(run.view()), allow_nan=False)
-
-
-def test_what_buckets_were_used_for_adds_up():
-    """By way and operation, over coordinators too: what ran twice is paid twice."""
-    put = StoreUse(
-        operation="put", calls=2, failed=0, sent_bytes=9, received_bytes=0, seconds=0.5
-    )
-    stat = replace(put, operation="stat", calls=1, sent_bytes=0)
-    near = StoreUsed(at=1.0, url="s3://b", way="same region", uses=(stat, put))
-    far = replace(near, way="internet", uses=(put,))
-    events = event_samples.resumed()
-    site = replace(near, who="a", spared_calls=1, spared_bytes=5)
-    view = fold([*events, near, far, site, *events, near, site])
-    found = [(used.who, used.way) for used in view.storage]
-    assert found == [("", "same region"), ("", "internet"), ("a", "same region")]
-    assert view.storage[0].uses == (put.plus(put), stat.plus(stat))
-    assert view.storage[1].uses == (put,)
-    assert (view.storage[2].spared_calls, view.storage[2].spared_bytes) == (2, 10)
-
-
-def test_nothing_started_is_an_error():
-    """There is no view of no run."""
-    with pytest.raises(ValueError, match="no run has started"):
-        fold([])
 
 
 def test_result_is_json():
@@ -330,26 +245,6 @@ def test_result_tells_of_noise_in_the_sum():
     assert record["rounds"][0]["update_clip"] is None
 
 
-def test_language_has_perplexity():
-    """A language model's result adds the exponential of its loss."""
-    final = result(fold(event_samples.language(2)))["final"]
-    assert math.exp(final["loss"]) == final["perplexity"]
-
-
-def test_nothing_predicted_has_no_mean():
-    """No predictions, no loss; and a loss may be too large to exponentiate."""
-    nothing = MetricSums(count=0, loss_sum=0.0, metrics={"correct": 0})
-    assert (loss_of(nothing), accuracy_of(nothing), loss_of(None)) == (None, None, None)
-    assert math.inf == perplexity(1e6)
-
-
-def test_many_sites_are_quick_to_fold():
-    """Failures of some of 200 sites land at the right ones."""
-    view = fold(event_samples.many_sites())
-    assert len(view.sites) == 200
-    assert 12 == len(view.failures) == sum(bool(site.failures) for site in view.sites)
-
-
 def test_spending_of_a_private_run():
     """Epsilon by round and by site, held-out records apart, the largest in total."""
     view = fold(event_samples.private(3))
@@ -383,19 +278,6 @@ def test_result_of_a_private_run():
     public = result(fold(event_samples.private(2, public=True)))
     assert public["privacy"]["held_out"] == "public"
     assert public["privacy"]["held_out_epsilon"] is None
-
-
-def test_run_without_privacy_has_no_epsilon():
-    """Not zero, and not what a site says unasked."""
-    told = event_samples.private(2)
-    for events in (
-        event_samples.two_sites(2),
-        [event for event in told if not isinstance(event, PrivacyPlanned)],
-    ):
-        found = result(fold(events))
-        assert (found["epsilon"], found["delta"], found["privacy"]) == (None,) * 3
-        assert all(row["epsilon"] is None for row in found["rounds"])
-        assert all(site["epsilon"] is None for site in found["sites"])
 
 
 def test_spending_of_a_round_that_runs_again_is_not_forgotten():

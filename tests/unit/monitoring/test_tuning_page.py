@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from monitoring.pages.tuning_page import TrialRow, Tuning, format_value, render
+from monitoring.pages.tuning_page import TrialRow, Tuning, render
 
 
 def trial(number: int, value: float | None, **facts: Any) -> TrialRow:
@@ -70,16 +70,3 @@ def test_the_page_shows_every_trial_and_escapes_what_is_not_ours() -> None:
 def test_a_private_search_states_what_all_trials_spent() -> None:
     page = render(replace(TUNING, epsilon=6.5, delta=2e-5))
     assert "All trials together have spent epsilon 6.5" in page
-
-
-def test_nothing_finished_is_a_page_without_figures() -> None:
-    page = render(replace(TUNING, trials=[], importance={}))
-    assert "No trial is complete yet." in page
-    assert "<figure" not in page
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(True, "true"), (3, "3"), ("adam", "adam"), (1e-5, "1.0e-05")]
-)
-def test_values_are_texts(value: Any, text: str) -> None:
-    assert format_value(value) == text

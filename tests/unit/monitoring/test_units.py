@@ -1,16 +1,11 @@
 """Numbers read well at every size."""
 
-import math
-
 import pytest
 
 from monitoring.units import (
     format_bytes,
-    format_count,
     format_delta,
     format_duration,
-    format_fraction,
-    format_number,
 )
 
 
@@ -44,29 +39,6 @@ def test_bytes(size: float, expected: object):
 )
 def test_durations(seconds: float, expected: object):
     assert expected == format_duration(seconds)
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, "-"),
-        (0.0, "0.000"),
-        (0.4118, "0.412"),
-        (3.14e-5, "3.1e-05"),
-        (123456.0, "1.2e+05"),
-        (math.nan, "nan"),
-    ],
-)
-def test_numbers(value: float | None, expected: object):
-    assert expected == format_number(value)
-
-
-def test_fractions_and_counts():
-    assert (format_fraction(0.9131), format_fraction(None)) == ("91.3 %", "-")
-    assert (
-        format_count(1, "site"),
-        format_count(1000, "site"),
-    ) == ("1 site", "1,000 sites")
 
 
 @pytest.mark.parametrize(

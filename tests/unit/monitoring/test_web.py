@@ -13,10 +13,8 @@ from support import event_samples
 from support.event_samples import Script
 
 from federation.clock import SystemClock
-from federation.errors import FederationError
 from federation.event_log import EventWriter
 from federation.events import (
-    DataDistributed,
     Event,
     RoundStarted,
     RunFinished,
@@ -30,7 +28,7 @@ from monitoring.runs.run_reader import RunReader
 from monitoring.views import run_fold
 from monitoring.views.run_fold import fold
 from monitoring.web import app as web_app
-from monitoring.web.app import Changes, Shown, _SharedFeed, _stream, live_app
+from monitoring.web.app import Changes, Shown, _SharedFeed, _stream
 from monitoring.web.run_feed import SECTIONS, Page, RunFeed, charts
 from monitoring.web.run_metrics import RunsCollector
 
@@ -62,37 +60,6 @@ def test_sections_are_those_of_the_report(tmp_path: Path) -> None:
     whole = report.render(run.view(), "", {}, figures=())
     for name in SECTIONS[1:]:  # The first says that the page is live.
         assert page.sections[name].strip() in whole
-
-
-@pytest.mark.slow
-def test_charts_hold_what_the_view_holds(tmp_path: Path) -> None:
-    """Every round has its loss, and what no site has told has no line."""
-    run = RunFolder(tmp_path)
-    _write(run, event_samples.run(Script(secure=True)))
-    charts = _page(RunFeed(run)).charts
-    view = run.view()
-    assert {name for name, _ in charts["loss"].lines} == {"all sites", "training"}
-    assert [(row[0], row[1]) for row in charts["loss"].rows] == list(
-        view.pooled(lambda sums: sums.loss)
-    )
-    assert [row[1] for row in charts["bytes"].rows] == [
-        row.bytes_up / 1e6 for row in view.rounds
-    ]
-
-
-@pytest.mark.slow
-def test_cloud_and_region_are_those_of_the_job(tmp_path: Path) -> None:
-    """Where the run reports no shares of data, as with differential privacy."""
-    run, site = RunFolder(tmp_path), event_samples.TWO_SITES[0]
-    events = event_samples.run(Script(epsilon_cap=8.0))
-    _write(run, [e for e in events if not isinstance(e, DataDistributed)])
-    place = 'cloud = "aws"\nregion = "eu-west-3"\n'
-    run.job.write_text(f'[[sites]]\nname = "{site}"\n{place}')
-    row, other = _page(RunFeed(run)).sections["sites"].split("<tr>")[2:4]
-    assert "<td>aws</td><td>eu-west-3</td>" in row
-    assert "<td>-</td><td>-</td>" in other
-    run.job.write_text("[[sites")
-    assert "eu-west-3" not in _page(RunFeed(run)).sections["sites"]
 
 
 @pytest.mark.slow
@@ -358,30 +325,6 @@ def test_only_changes_are_sent(tmp_path: Path) -> None:
     assert again["from"] <= 3
     assert len(known) == len(_page(feed).charts["loss"].rows)
     json.dumps(first, allow_nan=False)
-
-
-@pytest.fixture(name="client")
-def _client(tmp_path: Path) -> TestClient:
-    run = RunFolder(tmp_path / "job" / "20260101-000000-abcdef")
-    _write(run, event_samples.run(Script(rounds=2)))
-
-    def stop(_: RunFolder) -> None:
-        raise FederationError("it has ended already")
-
-    shown = Shown(
-        rows=lambda: [{"name": run.path.name, "job": "job", "status": "unreadable"}],
-        find={run.path.name: run}.get,
-        actions={"stop": stop},
-    )
-    app = live_app(
-        shown,
-        token=TOKEN,
-        port=PORT,
-        clock=SystemClock(),
-        metrics=RunsCollector(lambda: [run]),
-        metrics_token=BEARER,
-    )
-    return TestClient(app, base_url=BASE, follow_redirects=False)
 
 
 def _enter(client: TestClient) -> None:
