@@ -10,11 +10,9 @@ from typing import Any, ClassVar, Unpack
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from hypothesis import given, settings, strategies as st
 from support.faulty_store import FlippingStore
 
-from aggregator import checkpoint_objects
 from aggregator.checkpoint import RunCheckpoints
 from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
@@ -164,22 +162,6 @@ def test_special_values_survive():
     assert same(run.open().load_latest(), state)
 
 
-def test_blob_is_read_in_ranges(monkeypatch: pytest.MonkeyPatch):
-    """Ranges that end inside a value or a header change nothing."""
-    monkeypatch.setattr(checkpoint_objects, "READ_BYTES", 7)
-    assert same(saved(1).open().load_latest(), state_of(1))
-
-
-def test_checkpoint_is_a_model():
-    """The weights blob is a safetensors file with the model's names and shapes."""
-    run, state = saved(1), state_of(1)
-    model = safetensors.numpy.load(run.store.read(run.blobs_of(1)["weights"]))
-    assert model.keys() == {tensor.name for tensor in LAYOUT.tensors}
-    assert model["body.weight"].tolist() == state.weights_d[:6].reshape(2, 3).tolist()
-    assert model["body.steps"].shape == ()
-    assert model["mask"].tolist() == state.integers_m[1:].tolist()
-
-
 def test_save_counts_its_bytes():
     """The answer is what the store has grown by."""
     run = Run()
@@ -236,13 +218,6 @@ def test_save_checks_shapes(change: dict[str, Any]):
     with pytest.raises(ValueError, match="not"):
         run.open().save(dataclasses.replace(state_of(1), **change))
     assert run.names() == []
-
-
-@pytest.mark.parametrize("change", [{"keep": 0}, {"prefix": "no-slash"}])
-def test_arguments_are_checked(change: dict[str, Any]):
-    """Nonsense is refused when it is said."""
-    with pytest.raises(ValueError, match=r"keep|slash"):
-        Run().open(**change)
 
 
 def test_second_coordinator_conflicts():
@@ -308,13 +283,6 @@ def test_retention_keeps_what_a_replaced_manifest_names():
     assert set(run.blobs_of(2).values()) <= kept
 
 
-def test_rounds_sort_as_numbers():
-    """Round 1,000,000 follows round 999,999."""
-    run = saved(999_999, 1_000_000, keep=1)
-    assert run.names("round-") == ["round-1000000.json"]
-    assert same(run.open().load_latest(), state_of(1_000_000))
-
-
 def test_shared_blob_outlives_its_first_manifest():
     """A blob that a kept manifest names is not removed with an older one."""
     run = Run(keep=1)
@@ -323,17 +291,6 @@ def test_shared_blob_outlives_its_first_manifest():
     checkpoints.save(dataclasses.replace(state_of(1), round_index=2))
     assert run.names("round-") == ["round-000002.json"]
     assert run.open().load_latest() is not None
-
-
-def test_unnamed_blobs_go_one_save_later():
-    """A blob of a save that was cut short goes, but not at the first sight."""
-    run = saved(1)
-    run.store.put("checkpoints/blobs/leftover", [b"x"])
-    checkpoints = run.open()
-    checkpoints.save(state_of(2))
-    assert "blobs/leftover" in run.names()
-    checkpoints.save(state_of(3))
-    assert "blobs/leftover" not in run.names()
 
 
 def test_retention_spares_what_it_cannot_read():
@@ -367,16 +324,6 @@ def test_other_job_is_refused_with_every_difference():
     for part in ("rounds", "12", "10", "sites", "'c'", "'b'", "seed", "not set"):
         assert part in message
     assert run.names() == before
-
-
-def test_other_job_is_refused_before_anything_is_moved():
-    """A damaged newest checkpoint stays where it is when the job differs."""
-    run = saved(1, 2)
-    tear(run, "checkpoints/round-000002.json", 10)
-    before = run.names()
-    with pytest.raises(CheckpointMismatch, match="rounds"):
-        run.open(job={**JOB, "rounds": 12}).load_latest()
-    assert (run.names(), run.events) == (before, [])
 
 
 def test_other_run_is_refused():
@@ -464,25 +411,6 @@ def test_blob_torn(blob: str, cut: str):
     assert f"quarantine/{key.rpartition('/')[2]}.1" in run.names()
 
 
-@pytest.mark.parametrize("what", ["manifest", "weights", "optimizer"])
-def test_appended_byte_is_found(what: str):
-    """Even a blank after the end, which a parser would pass over, is damage."""
-    run = saved(1, 2)
-    keys = {"manifest": "checkpoints/round-000002.json", **run.blobs_of(2)}
-    run.store.put(keys[what], [run.store.read(keys[what]), b" "])
-    check_falls_back(run)
-
-
-@pytest.mark.parametrize("blob", ["weights", "optimizer"])
-def test_blob_missing(blob: str):
-    """A checkpoint without one of its blobs is skipped."""
-    run = saved(1, 2)
-    run.store.delete(run.blobs_of(2)[blob])
-    check_falls_back(run)
-    assert isinstance(run.events[0], CheckpointSkipped)
-    assert "missing" in run.events[0].reason
-
-
 @pytest.mark.slow
 @settings(deadline=None)  # Other work may share the machine.
 @given(
@@ -526,38 +454,6 @@ def test_well_formed_junk_is_skipped(junk: bytes):
     run = saved(1)
     run.store.put("checkpoints/round-000002.json", [junk])
     assert same(run.open().load_latest(), state_of(1))
-
-
-def test_renamed_manifest_is_skipped():
-    """A whole manifest under another round's name is not that round."""
-    run = saved(1)
-    content = run.store.read("checkpoints/round-000001.json")
-    run.store.put("checkpoints/round-000002.json", [content])
-    assert same(run.open().load_latest(), state_of(1))
-    assert len(run.events) == 1
-
-
-def test_two_damaged_checkpoints_share_a_blob():
-    """Both are skipped, and the blob is moved once."""
-    run = saved(1)
-    checkpoints = run.open()
-    checkpoints.save(state_of(2))
-    checkpoints.save(dataclasses.replace(state_of(2), round_index=3))
-    flip(run, run.blobs_of(3)["weights"], 1000)
-    assert same(run.open().load_latest(), state_of(1))
-    assert len(run.events) == 2
-    assert len(run.names("quarantine/")) == 3
-
-
-def test_quarantine_keeps_every_copy():
-    """What is damaged twice is there twice."""
-    run = saved(1)
-    for _ in range(2):
-        run.open().save(state_of(2))
-        tear(run, "checkpoints/round-000002.json", 10)
-        run.open().load_latest()
-    names = ["round-000002.json.1", "round-000002.json.2"]
-    assert run.names("quarantine/") == [f"quarantine/{name}" for name in names]
 
 
 def test_corrupt_blob_of_unread_manifest_is_rewritten():

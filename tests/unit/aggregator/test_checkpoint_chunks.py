@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from hypothesis import given, strategies as st
 from support.examples import few
 
 from aggregator import manifest as manifests
 from aggregator.checkpoint import RunCheckpoints
-from aggregator.checkpoint_objects import WORKERS, CheckpointObjects
+from aggregator.checkpoint_objects import CheckpointObjects
 from aggregator.manifest import Blob, Manifest, cut
 from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
@@ -102,35 +101,6 @@ def test_round_trip(tmp_path: Path, kind: str):
     assert len(list(store.list("chunks/"))) == 202
 
 
-def test_chunks_together_are_a_model():
-    """One after another they are the safetensors file, with the stated digest."""
-    store = MemoryStore()
-    opened(store).save(state_of(1))
-    blob = manifest_of(store, 1).weights
-    content = b"".join(store.read(chunk.key) for chunk in blob.objects)
-    assert hashlib.sha256(content).hexdigest() == blob.sha256
-    found = safetensors.numpy.load(content)["x"]
-    assert np.array_equal(found, state_of(1).weights_d)
-
-
-def test_small_model_stays_one_object():
-    """Up to the size of a chunk there is nothing to cut."""
-    store = MemoryStore()
-    opened(store, chunk_bytes=1 << 20).save(state_of(1))
-    assert list(store.list("chunks/")) == []
-    assert len(list(store.list("blobs/"))) == 2
-
-
-def test_size_of_chunks_may_change():
-    """What was cut otherwise is still read."""
-    store = MemoryStore()
-    opened(store).save(state_of(1))
-    checkpoints = opened(store, chunk_bytes=777)
-    assert same(checkpoints.load_latest(), state_of(1))
-    checkpoints.save(state_of(2))
-    assert same(opened(store).load_latest(), state_of(2))
-
-
 def test_one_per_cent_changed_sends_few_chunks():
     """Of 202 chunks two have changed; the rest is there already."""
     store = MemoryStore()
@@ -141,30 +111,6 @@ def test_one_per_cent_changed_sends_few_chunks():
     of_manifest = store.stat("round-000002.json").size
     assert 0 < written - of_manifest <= 2 * CHUNK
     assert same(opened(store).load_latest(), changed(state, 0.01))
-
-
-def test_delta_after_resume():
-    """A coordinator that has verified a checkpoint sends what differs from it."""
-    store = MemoryStore()
-    opened(store).save(state_of(1))
-    resumed = opened(store)
-    state = resumed.load_latest()
-    assert state is not None
-    written = resumed.save(changed(state, 0.01))
-    assert written - store.stat("round-000002.json").size <= 2 * CHUNK
-
-
-def test_equal_chunks_are_written_once():
-    """A state of zeros, as of a fresh optimiser, costs one chunk."""
-    store = MemoryStore()
-    zeros_d = np.zeros(SIZE, np.float32)
-    state = dataclasses.replace(
-        state_of(1), weights_d=zeros_d, optimizer={"moment": zeros_d}
-    )
-    opened(store).save(state)
-    # The ends and the heads differ.
-    assert len(list(store.list("chunks/"))) <= 5
-    assert same(opened(store).load_latest(), state)
 
 
 def test_vanished_chunk_is_sent_again():
@@ -290,13 +236,6 @@ def test_crash_at_every_change_of_a_save():
     assert loaded == [2] * 9 + [3] * 9
 
 
-def test_writes_are_bounded():
-    """No more chunks are under way than there are workers."""
-    store = Flaky()
-    opened(store).save(state_of(1))
-    assert 1 <= store.most_busy <= WORKERS
-
-
 @pytest.mark.parametrize("kind", ["memory", "local"])
 def test_sixteen_writers(tmp_path: Path, kind: str):
     """Of many coordinators with one round one wins, and its checkpoint is whole."""
@@ -410,9 +349,3 @@ def test_manifest_of_the_same_bytes_is_not_parsed_again():
             manifests.decode(manifest.key, altered)
     with pytest.raises(CorruptObject, match="of round 1"):
         manifests.decode("round-000002.json", content)
-
-
-def test_chunk_size_is_checked():
-    """Nonsense is refused when it is said."""
-    with pytest.raises(ValueError, match="chunk"):
-        opened(MemoryStore(), chunk_bytes=0)

@@ -114,11 +114,6 @@ def test_survey_counts_what_is_shared(store: Dated):
     assert (found.num_unnamed, found.unnamed_bytes) == (0, 0)
 
 
-def test_survey_of_nothing():
-    """An empty store has no checkpoints; that is no error here."""
-    assert survey(MemoryStore(), PREFIX).checkpoints == ()
-
-
 @pytest.mark.parametrize("harm", ["torn", "missing", "flipped"])
 def test_damage_is_told(store: Dated, harm: str):
     """Sizes tell of what is torn or missing; a flipped bit needs ``verify``."""
@@ -166,16 +161,6 @@ def test_prune_keeps_the_newest(store: Dated, keep: int):
     assert loaded.weights_d.tobytes() == state_of(5).weights_d.tobytes()
 
 
-def test_prune_counts_whole_ones(store: Dated):
-    """A damaged newest checkpoint is no reason to remove the last whole one."""
-    store.delete(own_chunk(store))
-    prune(store, PREFIX, keep=1, now=0.0)
-    assert rounds(survey(store, PREFIX)) == [5, 6]
-    loaded = opened(store).load_latest()
-    assert loaded is not None
-    assert loaded.round_index == 5
-
-
 def test_prune_spares_what_it_cannot_read(store: Dated):
     """While a manifest that stays cannot be read, no object is removed."""
     before = {info.key for info in store.list(f"{PREFIX}chunks/")}
@@ -209,15 +194,6 @@ def test_left_over_objects_have_a_day_of_grace(store: Dated):
     assert survey(store, PREFIX).num_unnamed == 0
 
 
-def test_object_of_unknown_age_stays():
-    """Where the store does not know the time, nothing left over is removed."""
-    store = MemoryStore()
-    opened(store).save(state_of(1))
-    store.put(f"{PREFIX}chunks/left-over", [b"x"])
-    assert prune(store, PREFIX, keep=1, now=LATER).freed_bytes == 0
-    assert survey(store, PREFIX).num_unnamed == 1
-
-
 @pytest.mark.parametrize("changes", range(9))
 def test_prune_cut_short(store: Dated, changes: int):
     """Wherever it stops, every manifest that is left is whole; again, it ends well."""
@@ -235,9 +211,3 @@ def test_prune_cut_short(store: Dated, changes: int):
     found = survey(store, PREFIX, verify=True)
     assert rounds(found) == [5]
     assert found.num_unnamed == 0
-
-
-def test_at_least_one_is_kept(store: Dated):
-    """Nonsense is refused when it is said."""
-    with pytest.raises(ValueError, match="at least 1"):
-        prune(store, PREFIX, keep=0, now=0.0)

@@ -1,9 +1,7 @@
 """What a run remembers of its sites, for samples."""
 
-import math
 from dataclasses import replace
 
-import pytest
 from support import toy
 
 from aggregator.methods.history import begin
@@ -43,20 +41,10 @@ def after(loss: float, *, late: float | None = None) -> SiteHistory:
     return left[A]
 
 
-def test_answer_is_noted():
-    assert after(0.25) == SiteHistory(2, 2, 1, loss=0.25, predictions=2, seconds=4.0)
-
-
 def test_late_site_is_as_slow_as_it_was_waited_for():
     assert after(0.25, late=9.0) == SiteHistory(
         2, 1, 1, loss=0.5, predictions=3, seconds=9.0
     )
-
-
-@pytest.mark.parametrize("loss", [math.inf, math.nan])
-def test_loss_that_is_no_number_leaves_what_was_known(loss: float):
-    found = after(loss)
-    assert (found.counted, found.loss, found.predictions) == (2, 0.5, 3)
 
 
 def test_history_is_in_the_checkpoint():

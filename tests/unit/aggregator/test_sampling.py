@@ -76,12 +76,6 @@ def _played(job: JobSpec, rounds: int, reply: Reply) -> list[tuple[SiteId, ...]]
     return cohorts
 
 
-@pytest.mark.parametrize("sites_per_round", [None, 5])
-def test_all_sites_in_the_order_of_the_job(sites_per_round: int | None):
-    """Nobody is drawn where everybody takes part."""
-    assert _draw(_job(sites_per_round), 1) == NAMES
-
-
 @pytest.mark.parametrize("sampling", ["uniform", "fair", "utility"])
 def test_drawn_sites_keep_the_order_of_the_job(sampling: str):
     """Distinct sites, as many as asked for, not sorted by name."""
@@ -118,11 +112,6 @@ def test_over_selection_asks_more_and_needs_as_many(share: float | None, asked: 
     assert len(_draw(job, 1)) == job.cohort_size == asked
     assert job.minimum_sites == 2
     assert _job(10, over_selection=1.1).sites_per_round == 10
-
-
-def test_cohort_of_ten_times_1_1_is_eleven():
-    many = tuple(SiteSpec(name=f"s{i}") for i in range(20))
-    assert replace(_job(10, over_selection=1.1), sites=many).cohort_size == 11
 
 
 def test_fair_samples_count_every_site_as_often_as_the_others():
@@ -224,10 +213,6 @@ def test_users_choice_is_checked(chosen: list[str]):
     with pytest.raises(JobError, match=r"chose .* sites") as caught:
         _own(lambda *_args, **_about: chosen)
     assert caught.value.key == "schedule.sampling"
-
-
-def test_users_function_may_choose_fewer_down_to_the_quorum():
-    assert _own(lambda *_args, **_about: ["e"], minimum_sites=1) == ("e",)
 
 
 def test_users_error_is_the_cause():

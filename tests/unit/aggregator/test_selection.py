@@ -79,14 +79,6 @@ def test_the_best_model_is_copied():
     assert not np.shares_memory(kept.weights_d, state.weights_d)
 
 
-def test_the_last_model_can_be_the_best():
-    """It is evaluated after the last round."""
-    spec = job(rounds=2)
-    state = toy.Toy(job=spec).run(metric_of=scores(3.0, 2.0, 1.0))
-    assert state.selection.best_round == 2
-    np.testing.assert_array_equal(left(state), state.weights_d)
-
-
 def test_results_that_are_not_finite_or_missing_are_never_best():
     """A missing one is not judged; the other is no improvement."""
     run = toy.Toy(job=job(rounds=3))
@@ -115,15 +107,6 @@ def test_a_run_stops_early():
     np.testing.assert_array_equal(left(again), left(state))
 
 
-def test_a_better_result_resets_the_patience():
-    """Evaluations without improvement count in a row."""
-    run = toy.Toy(job=job(rounds=5, patience=2, model="last"))
-    state = run.run(metric_of=scores(5.0, 6.0, 4.0, 6.0, 3.0, 2.0))
-    assert (state.round_index, state.kept) == (5, None)
-    (event,) = run.told(ModelSelected)
-    assert (event.model, event.round_index, event.best_round) == ("last", 5, 5)
-
-
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_averages_are_those_of_float64(kind: str):
     """From the given round on, and the final evaluation is of the average."""
@@ -139,14 +122,6 @@ def test_averages_are_those_of_float64(kind: str):
     np.testing.assert_allclose(left(state), expected, rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(models.evaluated[6], left(state))
     assert state.selection.averaged == 5
-
-
-def test_a_run_that_ends_before_the_first_average_leaves_the_last_model():
-    """Nothing was averaged."""
-    spec = job(model="swa", average_from=3)
-    stops = iter([False, True])
-    state = toy.Toy(job=spec, stop_requested=lambda: next(stops)).run()
-    np.testing.assert_array_equal(left(state), state.weights_d)
 
 
 @pytest.mark.parametrize("keys", [{}, {"model": "ema"}, {"model": "swa"}])
@@ -221,16 +196,6 @@ def test_results_of_tasks_can_be_compared(training: dict[str, Any], metrics: str
         state = selection.judge(spec, toy.initial_state(spec), 0.5)
         better = selection.judge(spec, replace(state, round_index=1), 0.6)
         assert better.selection.best_round == 1
-
-
-@pytest.mark.parametrize("name", ["rmse", "absolute_error", "squared_error"])
-def test_less_of_an_error_is_better(name: str):
-    """Without a goal in the job."""
-    bounds = {"loss": [0, 1], "absolute_error": [0, 1], "squared_error": [0, 1]}
-    training = {"task": "regression", "metrics": bounds}
-    spec = toy.job({"training": training, "selection": {"metric": name}})
-    state = selection.judge(spec, toy.initial_state(spec), 0.5)
-    assert selection.judge(spec, state, 0.6).selection.stale == 1
 
 
 def test_metrics_of_a_users_loop_can_be_compared():

@@ -14,7 +14,7 @@ from federation.clock import VirtualClock
 from federation.errors import StoreUnavailable
 from federation.ids import SiteId
 from federation.job.spec import ServerOptimizerSpec
-from federation.mapped import ScratchMap, give_back
+from federation.mapped import give_back
 from federation.protocols import RunState, WeightedUpdate
 from federation.rounds.server_optimizer import server_optimizer, take_step
 from federation.vectors import (
@@ -115,14 +115,6 @@ def test_a_step_leaves_nothing_of_the_vectors_in_memory(tmp_path: Path):
     take_step(optimizer, LAYOUT, weights_d=theta_d, moments=moments, delta_f=delta_d)
     for vector_d in (velocity_d, theta_d, delta_d):
         assert resident_bytes(vector_d) < vector_d.nbytes / 2
-
-
-def test_small_vectors_are_in_memory(tmp_path: Path):
-    allocate = ScratchVectors(folder=tmp_path / "none", least_bytes=400)
-    assert allocate(99).base is None
-    assert not (tmp_path / "none").exists()
-    assert isinstance(allocate(100).base, ScratchMap | memoryview)
-    assert allocate(0).size == 0
 
 
 def test_a_disk_without_room_is_an_error_before_a_value_is_written(tmp_path: Path):

@@ -41,11 +41,6 @@ def _update(
     )
 
 
-def test_examples_count():
-    """A site counts what it holds."""
-    assert weight_of("examples")(_update(123)) == 123.0
-
-
 def test_uniform_counts_every_site_once():
     """What a site claims does not matter."""
     assert weight_of("uniform")(_update(123)) == 1.0
@@ -114,12 +109,6 @@ def test_dynamic_refuses_bad_evaluations(
     """Missing, empty, not finite, negative, or of other data."""
     with pytest.raises(InvalidUpdate, match="site 'site'"):
         weight_of("dynamic")(_update(before=before, after=after))
-
-
-def test_unknown_rule_is_an_error():
-    """A job cannot get here with one."""
-    with pytest.raises(KeyError):
-        weight_of("loudest")
 
 
 IN_EPOCHS = small_job(training={"local_epochs": 3})
