@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from support.examples import few
 
-from clients.data.batches import epoch_order, epochwise, stepwise
+from clients.data.batches import epochwise, stepwise
 from federation.ids import SiteId
 
 SITE = SiteId("a")
@@ -64,13 +64,6 @@ def test_walk_is_the_same_however_it_is_cut(size: int, batch: int, cuts: list[in
     assert flat(walk(size, batch, 0, first)) == pieces
 
 
-@given(sizes, sizes)
-@few(30)
-def test_steps_have_full_batches(size: int, batch: int):
-    """No batch of the walk is smaller than another; none exceeds the data."""
-    assert {len(b) for b in walk(size, batch, 0, 7)} == {min(size, batch)}
-
-
 @given(sizes, sizes, st.integers(0, 3), st.integers(1, 3))
 @few(50)
 def test_epochs_visit_every_example_once(size: int, batch: int, first: int, num: int):
@@ -89,20 +82,3 @@ def test_epochs_go_on_where_the_round_before_ended():
     assert flat(epochs(10, 4, 0, 2)) == flat(
         [*epochs(10, 4, 0, 1), *epochs(10, 4, 1, 1)]
     )
-
-
-def test_steps_and_epochs_walk_alike():
-    """Both follow the same order of an epoch."""
-    assert flat(walk(12, 4, 0, 6)) == flat(epochs(12, 4, 0, 2))
-
-
-def test_order_depends_on_seed_site_and_epoch():
-    """Each of the three changes the order; the same three give the same order."""
-    order = epoch_order(50, seed=1, site=SITE, epoch=0)
-    others = [
-        epoch_order(50, seed=2, site=SITE, epoch=0),
-        epoch_order(50, seed=1, site=SiteId("b"), epoch=0),
-        epoch_order(50, seed=1, site=SITE, epoch=1),
-    ]
-    assert np.array_equal(order, epoch_order(50, seed=1, site=SITE, epoch=0))
-    assert not any(np.array_equal(order, other) for other in others)

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.small_jobs import small_job
 from support.without_report import simulate
 
 from clients.factories import import_factory
@@ -131,12 +130,6 @@ def test_an_optimizer_and_a_schedule_are_pinned(folder: Path, table: str):
     assert re.fullmatch(rf"\./my_model\.py@{SHA}:net", found)
 
 
-def test_what_is_not_imported_does_not_count(folder: Path):
-    before = pinned(folder)
-    (folder / "alone.py").write_text("def net(): return 1\n")
-    assert pinned(folder) == before
-
-
 def test_the_same_code_elsewhere_has_the_same_name(folder: Path, tmp_path: Path):
     other = tmp_path / "other"
     (other / "deep").mkdir(parents=True)
@@ -221,21 +214,6 @@ def test_a_file_that_cannot_be_imported_says_why(folder: Path, first: str, reaso
     assert reason in str(caught.value)
     assert str(caught.value).count("is a package of crossfed") <= 1
     assert "crossfed_code" not in str(caught.value)
-
-
-def test_a_missing_function_shows_the_near_ones(folder: Path):
-    with pytest.raises(
-        JobError, match=r"'\./my_model\.py' has no 'nett'; did you mean"
-    ):
-        import_factory(pinned(folder, "./my_model.py:nett"))
-
-
-def test_options_are_no_names_of_functions(folder: Path):
-    job = small_job()
-    document = job_file.document(job)
-    document["data"]["options"] = {"source": "./none.py:f"}
-    code_files.pin(document, folder)
-    assert document["data"]["options"] == {"source": "./none.py:f"}
 
 
 def test_a_file_inside_options_is_pinned(folder: Path):

@@ -26,7 +26,6 @@ from clients.data import (
     digits,
     load,
     text_folder,
-    unigram_entropy,
 )
 from federation.errors import JobError, SiteError
 
@@ -136,44 +135,12 @@ def test_nested_data_of_other_things(inputs: object, said: str):
         read((inputs, CLASSES))
 
 
-def test_tokens_become_int64_in_the_batch():
-    """Byte windows stay bytes until a model needs them; they have no targets."""
-    windows = np.full((4, 9), 200, np.uint8)
-    inputs, targets = read((windows, None)).batch(np.arange(2))
-    assert inputs.dtype == torch.int64
-    assert inputs.shape == (2, 9)
-    assert targets is None
-
-
-def test_real_targets_become_float32():
-    """Targets that are not classes are float32 and give no labels."""
-    dataset = read((INPUTS, INPUTS[:, 0]))
-    assert dataset.batch(np.array([1]))[1].dtype == torch.float32
-    assert dataset.labels() is None
-
-
 @pytest.mark.parametrize("booleans", [CLASSES > 0, torch.from_numpy(CLASSES > 0)])
 def test_boolean_targets_are_classes(booleans: object):
     """True and false are the classes 1 and 0."""
     dataset = read((INPUTS, booleans))
     assert dataset.batch(np.arange(6))[1].tolist() == CLASSES.tolist()
     assert dataset.labels().tolist() == CLASSES.tolist()
-
-
-def test_boolean_items_of_map_style_datasets():
-    """Boolean features become float32 and boolean targets int64 there too."""
-    items = [(torch.ones(1, dtype=torch.bool), CLASSES[1] > 0)] * 2
-    inputs, targets = read(items).batch(np.arange(2))
-    assert (inputs.dtype, targets.dtype) == (torch.float32, torch.int64)
-
-
-def test_batches_are_fresh_memory():
-    """Writing to a batch leaves the data as it was, read-only data included."""
-    locked = INPUTS.astype(np.float32)
-    locked.flags.writeable = False
-    dataset = read((locked, None))
-    dataset.batch(np.arange(3))[0].zero_()
-    assert dataset.batch(np.array([1]))[0].tolist() == [[2.0, 3.0]]
 
 
 @pytest.mark.parametrize("obj", [(INPUTS, CLASSES), Squares(targets=CLASSES)])
@@ -280,28 +247,10 @@ def test_examples_check_their_groups(
         Examples(inputs=INPUTS, groups=groups, group_names=names)
 
 
-def test_load_calls_the_source():
-    """A source is found by name, called with its options, and read."""
-    train, held_out = load("clients.data:digits", {"held_out_fraction": 0.5})
-    assert abs(len(train) - len(held_out)) <= 10
-
-
 def test_load_names_the_key():
     """A wrong option is reported under the key that holds it."""
     with pytest.raises(JobError, match=r"sites\[1\].data.options.*'fraction'"):
         load("clients.data:digits", {"fraction": 0.5}, key="sites[1].data")
-
-
-@pytest.mark.parametrize(
-    "source", [lambda: (INPUTS, CLASSES, 1), lambda: None, lambda: (INPUTS, CLASSES)]
-)
-def test_load_needs_two_datasets(
-    source: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-):
-    """A source that returns something else than two datasets is refused."""
-    monkeypatch.setattr("clients.data.digits", source)
-    with pytest.raises(SiteError, match=r"clients.data:digits.*expected"):
-        load("clients.data:digits", {})
 
 
 @pytest.mark.parametrize(
@@ -347,32 +296,6 @@ def test_bundled_data_are_read_without_scikit_learn():
         assert np.array_equal(classes, labels)
 
 
-def test_digits_are_scaled():
-    """Pixels run from 0 to 1."""
-    inputs = digits()[0].inputs
-    assert (inputs.min(), inputs.max()) == (0, 1)
-
-
-def test_breast_cancer_is_scaled_by_constants():
-    """Mean and deviation are of order 1, and no record depends on another."""
-    inputs = breast_cancer()[0].inputs
-    assert np.abs(inputs.mean(axis=0)).max() < 1.2
-    assert 0.3 < inputs.std(axis=0).min() < inputs.std(axis=0).max() < 1.4
-    others = breast_cancer(held_out_fraction=0.7)[0].inputs
-    rows = {row.tobytes() for row in inputs}
-    assert any(row.tobytes() in rows for row in others)
-    split = {row.tobytes() for part in breast_cancer() for row in part.inputs}
-    assert {row.tobytes() for row in others} <= split
-
-
-@pytest.mark.parametrize("source", [digits, text_folder])
-@pytest.mark.parametrize("fraction", [0, 1, -0.5])
-def test_held_out_fraction_is_checked(source: Callable[..., Any], fraction: float):
-    """Both sides need examples."""
-    with pytest.raises(SiteError, match="between 0 and 1"):
-        source(held_out_fraction=fraction)
-
-
 @pytest.fixture
 def folder(tmp_path: Path):
     """Three groups: twenty files of 50 bytes each, and files that do not count."""
@@ -396,17 +319,6 @@ def test_text_folder_groups_by_first_folder(folder: Path):
         assert np.bincount(side.groups).tolist() == [(num_bytes - 1) // 24] * 3
         letters = side.inputs[np.arange(len(side.inputs)), 0]
         assert set(letters[side.groups == 2].tolist()) == {ord("b")}
-
-
-def test_text_windows_overlap_by_one_byte(tmp_path: Path):
-    """Every byte but the first is a target exactly once."""
-    for i in range(2):
-        (tmp_path / f"{i}.txt").write_bytes(bytes(range(32)))
-    train, _ = text_folder(str(tmp_path), "*.txt", 5)
-    targets = train.inputs[:, 1:].flatten()
-    assert train.inputs.dtype == np.uint8
-    assert targets.tolist() == list(range(1, 31))
-    assert train.inputs[1:, 0].tolist() == train.inputs[:-1, -1].tolist()
 
 
 def test_text_is_held_out_by_whole_files(folder: Path):
@@ -436,36 +348,6 @@ def test_text_split_depends_on_paths_and_seed_alone(
     assert not np.array_equal(first[1].inputs, other[1].inputs)
 
 
-def test_max_bytes_bounds_what_is_read(folder: Path):
-    """Files are left out until the rest fits."""
-    train, held_out = text_folder(
-        str(folder), "*.txt", 24, max_bytes=1000, held_out_fraction=0.3
-    )
-    windows = len(train.inputs) + len(held_out.inputs)
-    assert 800 <= windows * 24 <= 1000
-
-
-def test_group_of_one_file_only_trains(folder: Path):
-    """A single file is not cut in two; it is held out nowhere."""
-    (folder / "single").mkdir()
-    (folder / "single" / "only.txt").write_bytes(b"s" * 500)
-    train, held_out = text_folder(str(folder), "*.txt", 24)
-    assert train.group_names == held_out.group_names
-    last = train.group_names.index("single")
-    assert last in train.groups
-    assert last not in held_out.groups
-
-
-def test_group_of_two_unequal_files_holds_the_smaller_out(tmp_path: Path):
-    """Where the wanted share is less than any file, the smallest is held out."""
-    (tmp_path / "large.txt").write_bytes(b"l" * 500)
-    (tmp_path / "small.txt").write_bytes(b"s" * 50)
-    (tmp_path / "empty.txt").write_bytes(b"")
-    train, held_out = text_folder(str(tmp_path), "*.txt", 24)
-    assert set(train.inputs.flatten().tolist()) == {ord("l")}
-    assert set(held_out.inputs.flatten().tolist()) == {ord("s")}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -482,22 +364,6 @@ def test_text_that_cannot_be_read_is_explained(
     """A wrong folder, pattern or size is answered with what was missing."""
     with pytest.raises(SiteError, match=message):
         text_folder(**{"path": str(folder), "pattern": "*.txt", **options})
-
-
-def test_standard_library_is_a_corpus():
-    """By default the running Python's own library is read, in many groups."""
-    train, held_out = load("clients.data:text_folder", {"max_bytes": 2_000_000})
-    assert 1_500_000 < 128 * (len(train) + len(held_out)) <= 2_000_000
-    assert len(train.group_names) >= 8
-    assert not {"site-packages", "test", "tests"} & set(train.group_names)
-    assert 0.05 < len(held_out) / (len(train) + len(held_out)) < 0.15
-
-
-def test_unigram_entropy():
-    """Half a's and a quarter each of b's and c's have 1.5 bits."""
-    windows = np.frombuffer(b"aabcaabc" * 5000, np.uint8).reshape(-1, 4)
-    entropy = unigram_entropy(read((windows, None)))
-    assert entropy == pytest.approx(1.5 * np.log(2))
 
 
 def columns(rows: Sequence[Any], **_: object) -> dict[str, torch.Tensor]:
@@ -612,16 +478,6 @@ def test_stream_is_read_to_its_end():
     dataset = as_dataset(Stream(), name="train")
     assert len(dataset) == 5
     assert dataset.batch(np.array([3]))[1].tolist() == [1]
-
-
-def test_images_of_bytes_are_scaled():
-    """A text of bytes stays integers: only images have so many axes."""
-    images = np.full((2, 3, 4, 4), 51, np.uint8)
-    inputs, _ = as_dataset((images, CLASSES[:2]), name="train").batch(np.array([0]))
-    assert inputs.dtype is torch.float32
-    assert inputs.unique().tolist() == [np.float32(0.2)]
-    labels = as_dataset((INPUTS[:2], images), name="train").batch(np.array([0]))[1]
-    assert labels.dtype is torch.int64
 
 
 def test_images_of_items_are_scaled_as_those_of_arrays():

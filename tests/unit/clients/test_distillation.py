@@ -1,6 +1,5 @@
 """Logit tables, distillation and ensembles."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +75,6 @@ def test_logits_of_another_shape_are_refused(targets: Any):
         distill(nn.Linear(3, 3), INPUTS, targets)
     with pytest.raises(SiteError, match="match_logits needs"):
         match_logits(logit_table(4, 3), torch.arange(4), targets)
-
-
-def test_labels_are_no_logits():
-    """With as many records as classes, torch would take them for a row."""
-    with pytest.raises(SiteError, match="one for each class"):
-        match_logits(logit_table(3, 3), torch.arange(3), torch.tensor([0, 1, 2]))
-
-
-@pytest.mark.parametrize("temperature", [0, -1.0, math.inf])
-def test_a_temperature_is_above_zero(temperature: float):
-    """With the key of the job."""
-    with pytest.raises(JobError, match="above 0") as caught:
-        distill(nn.Linear(3, 3), INPUTS, LOGITS, temperature=temperature)
-    assert caught.value.key == "training.options.temperature"
 
 
 def test_an_ensemble_is_the_mean_of_probabilities(tmp_path: Path):

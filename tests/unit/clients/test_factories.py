@@ -21,10 +21,6 @@ def broken(width: float):
     return width + "not a number"
 
 
-def refusing():
-    raise SiteError("the disk is empty")
-
-
 def test_factory_is_imported():
     """A well-formed path gives the very function that it names."""
     assert math.sqrt is import_factory("math:sqrt")
@@ -82,17 +78,6 @@ def test_nearest_name_is_suggested():
         import_factory("math:sqr")
 
 
-def test_value_is_not_a_factory():
-    """A name that cannot be called is refused."""
-    with pytest.raises(JobError, match="float, not a function"):
-        import_factory("math:pi")
-
-
-def test_options_become_arguments():
-    """Options are passed by name, and defaults stay."""
-    assert call_factory(area, {"width": 3}) == 6
-
-
 def test_unknown_option_is_named_with_the_known_ones():
     """A misspelt option is answered with its neighbour and the whole list."""
     with pytest.raises(
@@ -102,28 +87,11 @@ def test_unknown_option_is_named_with_the_known_ones():
     assert caught.value.key == "model.options"
 
 
-def test_missing_option_is_named():
-    """An option without default that is left out is named."""
-    with pytest.raises(JobError, match="'width'"):
-        call_factory(area, {})
-
-
 def test_error_inside_the_factory_keeps_its_cause():
     """A TypeError of the function's own code is not blamed on the options."""
     with pytest.raises(SiteError, match="broken failed with TypeError") as caught:
         call_factory(broken, {"width": 1})
     assert isinstance(caught.value.__cause__, TypeError)
-
-
-def test_our_own_errors_pass():
-    """A factory that explains itself with one of our errors is left to speak."""
-    with pytest.raises(SiteError, match=r"^the disk is empty$"):
-        call_factory(refusing, {})
-
-
-def test_factory_without_signature_is_called():
-    """Functions written in C whose signature is hidden are simply called."""
-    assert call_factory(dict, {"a": 1}) == {"a": 1}
 
 
 def test_only_one_function_imports_by_a_name_of_the_job():

@@ -10,7 +10,7 @@ from torch import nn
 
 from clients.models import weights
 from clients.models.model_pool import Instance, ModelPool
-from federation.errors import JobError, LayoutMismatch
+from federation.errors import JobError
 
 X = torch.ones(2, 4)
 
@@ -54,20 +54,6 @@ def test_initial_weights_follow_the_seed():
     )
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
-
-
-def test_building_does_not_draw_from_the_callers_generator():
-    """The caller's next draw is the same with and without a pool."""
-    before = torch.get_rng_state()
-    pool_of()
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_initial_weights_are_copies():
-    """Nobody can spoil them for the next one."""
-    pool = pool_of()
-    pool.initial_weights()[0].fill(7)
-    assert not (pool.initial_weights()[0] == 7).any()
 
 
 def test_an_instance_is_lent_again():
@@ -115,14 +101,6 @@ def test_a_lent_instance_forgets_its_user():
         torch.testing.assert_close(expected, loaded(pool, instance)(X))
 
 
-def test_a_load_makes_an_instance_new():
-    """Work that is done again begins where it began."""
-    pool = pool_of("forgetful")
-    with pool.borrow() as instance:
-        first = loaded(pool, instance)(X)
-        assert torch.equal(first, loaded(pool, instance)(X))
-
-
 def test_tied_weights_stay_tied_in_the_pool():
     """Forgetting keeps the modules' own objects."""
     pool = pool_of("clients.models:gpt", layers=1, width=8, heads=2, context=4)
@@ -144,25 +122,6 @@ def test_models_that_share_memory_are_refused(name: str):
         pool.reserve(2)
 
 
-def test_one_worker_needs_one_model():
-    """A factory that always gives the same module is fine for one at a time."""
-    pool = pool_of("same_network")
-    pool.reserve(1)
-    for _ in range(2):
-        with pool.borrow() as instance:
-            loaded(pool, instance)
-
-
-def test_reserved_instances_are_lent():
-    """They are built once, ahead."""
-    pool = pool_of()
-    pool.reserve(3)
-    with pool.borrow() as a, pool.borrow() as b, pool.borrow() as c:
-        assert len({id(a), id(b), id(c)}) == 3
-    pool.reserve(3)
-    assert len(pool._memory) == 3
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -181,13 +140,6 @@ def test_what_is_not_a_model_is_refused(
     with pytest.raises(JobError, match=message) as caught:
         pool_of(name)
     assert caught.value.key == "model.factory"
-
-
-def test_a_device_that_is_not_there_is_refused():
-    """No machine has a hundred of them."""
-    with pytest.raises(JobError, match="CUDA devices") as caught:
-        ModelPool(small_job(training={"local_steps": 1, "device": "cuda:99"}))
-    assert caught.value.key == "training.device"
 
 
 def adapted(*, width: int = 8) -> nn.Module:
@@ -239,15 +191,6 @@ def test_frozen_values_neither_travel_nor_are_lost():
         for name in pool.layout.frozen_names:
             held = model.module.state_dict()[name].numpy()
             np.testing.assert_array_equal(frozen[name], held)
-
-
-def test_another_seed_is_another_layout():
-    """Frozen values that differ are a model that differs."""
-    one, other = of_here("adapted"), of_here("adapted", seed=5)
-    assert one.layout.frozen != other.layout.frozen
-    assert one.layout.digest != other.layout.digest
-    with pytest.raises(LayoutMismatch, match="frozen tensors of site 'b' differ"):
-        one.layout.check_same(other.layout, whose="site 'b'")
 
 
 def test_training_that_writes_to_frozen_values_is_refused():

@@ -34,11 +34,6 @@ def test_gpt_sizes_are_as_documented(size: str, row: list[int]):
     assert 0.8 < actual / nominal < 1.1
 
 
-def test_size_table_is_read():
-    """The table has the five sizes, so the test above tests something."""
-    assert [size for size, _ in size_rows()] == ["1M", "10M", "125M", "350M", "1B"]
-
-
 @pytest.fixture
 def tokens():
     generator = torch.Generator().manual_seed(1)
@@ -61,44 +56,12 @@ def test_gpt_is_causal(norm: str, tokens: torch.Tensor):
     assert not torch.allclose(after[:, 9:], before[:, 9:])
 
 
-def test_gpt_starts_without_preference(tokens: torch.Tensor):
-    """The first loss is about that of guessing every token alike."""
-    logits = small_gpt()(tokens[:, :-1])
-    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    assert loss.item() == pytest.approx(np.log(64), abs=0.1)
-
-
-def test_gpt_residual_outputs_start_smaller_with_depth():
-    """Matrices into the residual stream are scaled by the root of their number."""
-    torch.manual_seed(0)
-    model = models.gpt(64, 16, layers=8, heads=2, width=128)
-    block = model.blocks[0]
-    assert block.mlp.wide.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert block.mlp.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
-
-
 def test_gpt_reads_short_and_refuses_long_input(tokens: torch.Tensor):
     """Fewer tokens than the context are fine, more are refused."""
     model = small_gpt()
     assert model(tokens[:, :5]).shape == (3, 5, 64)
     with pytest.raises(ValueError, match="32 tokens"):
         model(torch.cat([tokens, tokens], dim=1))
-
-
-def test_gpt_state_holds_each_parameter_once():
-    """Tied embeddings are one tensor of the state, and there are no buffers."""
-    model = small_gpt()
-    assert sum(t.numel() for t in model.state_dict().values()) == num_parameters(model)
-
-
-def test_gpt_options_are_checked():
-    """Options that cannot work are refused by name."""
-    with pytest.raises(ValueError, match="0 layers"):
-        models.gpt(layers=0)
-    with pytest.raises(ValueError, match="3 heads"):
-        models.gpt(width=32, heads=3)
-    with pytest.raises(ValueError, match="'batchnorm' is unknown"):
-        models.gpt(norm="batchnorm")
 
 
 @pytest.mark.parametrize(
@@ -115,21 +78,6 @@ def test_classifiers_map_examples_to_classes(
 ):
     """One row of logits per example."""
     assert model()(torch.zeros(inputs)).shape == expected
-
-
-def test_logistic_regression_starts_at_zero():
-    """Every parameter of the convex model starts at zero."""
-    assert not any(p.any() for p in models.logistic_regression(3, 2).parameters())
-
-
-def test_forward_draws_nothing():
-    """Models in training mode leave torch's global generator alone."""
-    model, image = small_gpt().train(), torch.zeros(2, 1, 8, 8)
-    cnn = models.digits_cnn().train()
-    before = torch.get_rng_state()
-    model(torch.zeros(2, 4, dtype=torch.int64))
-    cnn(image)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.slow

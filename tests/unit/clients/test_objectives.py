@@ -2,13 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from support.small_jobs import small_job
 from torch import nn
 
-from clients.data.datasets import as_dataset
 from clients.models.applying import apply_model
 from clients.models.objectives import (
     OBJECTIVES,
@@ -57,13 +55,6 @@ def test_evaluation_counts_predictions_by_label():
     assert set(objective(Fixed(logits), INPUTS, labels).metrics) == {"correct"}
 
 
-def test_class_without_a_name_is_refused():
-    job = small_job(training={"local_steps": 1, "classes": ["a", "b"]})
-    objective = objective_of(job.training)
-    with pytest.raises(SiteError, match="names 2, and the model has 3 outputs"):
-        objective(Fixed(torch.zeros(2, 3)), INPUTS, LABELS)
-
-
 def test_causal_lm_sums_over_next_tokens():
     """Each position predicts the token after it."""
     logits = torch.zeros(2, 2, 4)
@@ -104,20 +95,6 @@ def test_loss_of_half_precision_logits_is_float32(dtype: torch.dtype):
     """Sums over many predictions need the digits."""
     logits = torch.zeros(2, 3, dtype=dtype)
     assert classification(Fixed(logits), INPUTS, LABELS).total.dtype is torch.float32
-
-
-def test_loss_of_float64_logits_is_float64():
-    """Digits that are there are not thrown away."""
-    logits = torch.zeros(2, 3, dtype=torch.float64)
-    assert classification(Fixed(logits), INPUTS, LABELS).total.dtype is torch.float64
-
-
-def test_total_carries_the_gradient():
-    """Gradient of the sum: probabilities minus one-hot labels."""
-    logits = torch.zeros(2, 4, requires_grad=True)
-    classification(Fixed(logits), INPUTS, LABELS).total.backward()
-    one_hot = nn.functional.one_hot(LABELS, 4)
-    torch.testing.assert_close(logits.grad, 0.25 - one_hot.float())
 
 
 @pytest.mark.parametrize(
@@ -261,26 +238,6 @@ def test_a_bound_holds_for_values_of_less_precision(for_nan: float):
     assert values["error"][0].item() > 0.1  # And what the user holds stays as it is.
 
 
-def test_tokens_that_were_taken_for_images_are_explained():
-    """Arrays of uint8 with four axes reach the model as numbers from 0 to 1."""
-    read = as_dataset((np.zeros((2, 2, 3, 4), np.uint8), np.zeros(2, int)), name="src")
-    inputs, labels = read.batch(np.arange(2))
-    model = nn.Sequential(nn.Embedding(9, 3))
-    with pytest.raises(RuntimeError) as caught:
-        classification(model, inputs, labels)
-    (note,) = caught.value.__notes__
-    assert "as images, from 0 to 1:" in note
-    assert "channels" not in note
-
-
-def test_images_with_their_channels_last_are_explained():
-    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 3))
-    with pytest.raises(RuntimeError) as caught:
-        classification(model, torch.zeros(2, 6, 6, 3), torch.zeros(2, dtype=torch.long))
-    (note,) = caught.value.__notes__
-    assert "x.transpose(0, 3, 1, 2)" in note
-
-
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
@@ -313,12 +270,3 @@ def test_an_index_error_of_something_else_shows_the_inputs():
         with pytest.raises(IndexError) as caught:
             apply_model(Picks(), inputs)
         assert "received inputs torch" in "".join(caught.value.__notes__)
-
-
-def test_columns_that_the_model_does_not_take_are_named():
-    """With the shape of each."""
-    inputs = {"age": torch.zeros(2), "pair": (torch.ones(2, 3), torch.ones(2))}
-    with pytest.raises(TypeError) as caught:
-        apply_model(nn.Linear(3, 1), inputs)
-    said = "".join(caught.value.__notes__)
-    assert "received inputs['age'] torch.float32 (2,), inputs['pair'][0] torch" in said

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from support.examples import few
 
 from clients.data import Dataset, Examples, as_dataset
-from clients.data.partition import Parts, count_labels, partition
+from clients.data.partition import Parts, partition
 from federation.errors import SiteError
 from federation.job.spec import PartitionSpec
 
@@ -115,12 +115,6 @@ def test_stratified_balances_each_class(num_sites: int, classes: list[int]):
     assert np.ptp(counts, axis=0).max() <= 1
 
 
-def test_seeds_differ():
-    """Another seed deals otherwise."""
-    first, second = (deal(balanced(30), balanced(10), 3, seed) for seed in (0, 1))
-    assert first[0][0].tolist() != second[0][0].tolist()
-
-
 def test_dirichlet_uses_the_same_shares_on_both_sides():
     """A site's held-out classes are spread like its training classes."""
     train, held_out = balanced(1000), balanced(500)
@@ -143,14 +137,6 @@ def test_alpha_sets_how_uneven_dirichlet_is(alpha: float, low: float, high: floa
     parts = deal(train, train, 4, kind="dirichlet", alpha=alpha)
     shares = [np.bincount(train.labels()[t], minlength=20) / 1000 for t, _ in parts]
     assert low <= np.std(shares, axis=0).mean() <= high
-
-
-def test_dirichlet_is_redrawn_for_min_examples():
-    """Every site gets the examples that it must have."""
-    parts = deal(
-        balanced(50), balanced(20), 3, kind="dirichlet", alpha=0.5, min_examples=40
-    )
-    assert sizes(parts)[:, 0].min() >= 40
 
 
 def test_dirichlet_gives_up_with_advice():
@@ -197,13 +183,6 @@ def test_groups_stay_whole_and_sites_near_equal(num_sites: int, counts: list[int
     assert np.ptp(sizes(parts)[:, 0]) <= max(counts)
 
 
-def test_groups_without_held_out_data_share_a_site():
-    """A group that held nothing out joins one that did, where that is possible."""
-    train, held_out = grouped([9, 5, 4]), grouped([0, 1, 1])
-    parts = deal(train, held_out, 2, kind="by_group")
-    assert sizes(parts)[:, 1].tolist() == [1, 1]
-
-
 def test_groups_are_needed():
     """Data without groups cannot be dealt by group."""
     with pytest.raises(SiteError, match="the data has none"):
@@ -220,31 +199,6 @@ def test_group_names_must_agree():
     """Both sides must number their groups alike."""
     with pytest.raises(SiteError, match="different groups"):
         deal(grouped([4, 4]), grouped([1, 1, 1]), 2, kind="by_group")
-
-
-def test_classes_are_counted():
-    """Counts run over every class that any site holds."""
-    counts = count_labels([dataset([0, 0, 7]), dataset([7])])
-    assert counts.kind == "class"
-    assert counts.labels == ("0", "7")
-    assert counts.by_site == ((2, 1), (0, 1))
-
-
-def test_groups_are_counted_by_name():
-    """Sites with group lists of their own are counted by the groups' names."""
-    first = dataset(groups=[0, 0, 1], group_names=("b", "a"))
-    second = dataset(groups=[1], group_names=("x", "b"))
-    counts = count_labels([first, second])
-    assert counts.kind == "group"
-    assert counts.labels == ("a", "b")
-    assert counts.by_site == ((1, 2), (0, 1))
-
-
-def test_nothing_to_count():
-    """Data with neither classes nor groups gives no counts."""
-    plain = as_dataset((np.zeros((3, 1)), None), name="plain")
-    counts = count_labels([plain, plain])
-    assert (counts.kind, counts.labels, counts.by_site) == ("", (), ((), ()))
 
 
 @given(st.lists(st.floats(0.1, 50), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
@@ -267,9 +221,3 @@ def test_proportional_parts_follow_the_speeds(speeds: list[float], seed: int):
         assert abs(len(held_n) - expected) <= 1
     everything = np.concatenate([train_n for train_n, _ in parts])
     assert sorted(everything.tolist()) == list(range(1000))
-
-
-def test_proportional_needs_enough_for_the_slowest():
-    """It says which site goes without."""
-    with pytest.raises(SiteError, match=r"site 'site-1' gets 0"):
-        deal(balanced(5), balanced(5), 2, kind="proportional", speeds=(1000.0, 1.0))

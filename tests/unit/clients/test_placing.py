@@ -5,8 +5,8 @@ import torch
 from support.small_jobs import small_job
 from torch import nn
 
-from clients.models import digits_cnn, gpt
-from clients.models.weights import layout_of, own_spans
+from clients.models import gpt
+from clients.models.weights import layout_of
 from clients.ranks.checks import check_devices, check_shardable
 from clients.ranks.placing import units_of
 from federation.errors import JobError, SiteError
@@ -26,19 +26,6 @@ def test_blocks_are_gathered_one_by_one():
     """What is outside of lists, as embeddings, belongs to the model as a whole."""
     model = gpt(vocabulary=8, context=4, layers=3, heads=1, width=4)
     assert list(model.get_submodule("blocks")) == list(units_of(model))  # type: ignore[call-overload]
-
-
-def test_layers_without_parameters_are_no_units():
-    """Nothing is gathered for them."""
-    model = digits_cnn(width=2)
-    assert [model[0], model[2], model[6]] == list(units_of(model))
-
-
-def test_lists_in_lists_are_opened():
-    """The units are the layers inside."""
-    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model = nn.Sequential(inner, nn.Linear(2, 1))
-    assert [*inner, model[1]] == list(units_of(model))
 
 
 def test_layers_that_share_a_parameter_stay_together():
@@ -62,14 +49,6 @@ def test_what_cannot_be_cut_is_refused(scale: torch.Tensor, reason: str):
         check_shardable(layout_of(Scaled(scale), {}))
     assert caught.value.key == "model.factory"
     check_shardable(layout_of(Scaled(torch.ones(1)), {}))
-
-
-def test_of_a_whole_model_the_first_rank_writes_all():
-    """And the others nothing."""
-    model = digits_cnn(width=2)
-    layout = layout_of(model, {})
-    assert own_spans(model, layout, is_first=True) == ((0, layout.size),)
-    assert own_spans(model, layout, is_first=False) == ()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")

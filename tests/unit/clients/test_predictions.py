@@ -27,22 +27,6 @@ def test_classes_have_their_names():
     assert columns("classification", LOGITS)["prediction"] == [1, 0]
 
 
-def test_yes_and_no_have_a_probability():
-    """Of one output, flat, and of several labels."""
-    found = columns("binary", torch.tensor([[3.0], [-3.0]]))
-    assert found["prediction"] == [1, 0]
-    assert found["probability"] == pytest.approx([0.9526, 0.0474], abs=1e-4)
-    assert columns("multi_label", LOGITS)["prediction"] == [[0, 1, 0], [1, 0, 0]]
-
-
-def test_places_have_their_class_or_token():
-    """Pixels have classes on the second axis, tokens on the last."""
-    assert columns("segmentation", LOGITS[:, :, None, None]) == {
-        "prediction": [[[1]], [[0]]]
-    }
-    assert columns("sft", {"logits": LOGITS[None]}) == {"prediction": [[1, 0]]}
-
-
 @pytest.mark.parametrize(
     ("outputs", "names"),
     [
@@ -60,11 +44,6 @@ def test_outputs_without_a_tensor_are_refused():
     """There is nothing to write."""
     with pytest.raises(SiteError, match="returned a str"):
         columns("mine:loss", "text")
-
-
-def test_regression_is_the_output():
-    """In the unit of the targets."""
-    assert columns("regression", LOGITS[:, 0]) == {"prediction": [0.0, 2.0]}
 
 
 NAN = float("nan")

@@ -13,7 +13,6 @@ from support.small_jobs import blobs, small_job
 from clients.data.batches import Rank
 from clients.data.datasets import Dataset, as_dataset
 from clients.models.model_pool import ModelPool
-from clients.ranks import control
 from clients.ranks.control import (
     Channel,
     ErrorReply,
@@ -22,7 +21,6 @@ from clients.ranks.control import (
     Fit,
     FitReply,
     Message,
-    RankInputs,
     Ready,
     Start,
 )
@@ -32,7 +30,7 @@ from clients.shards.dataset import ReadOptions, open_dataset
 from clients.shards.write import write_dataset
 from clients.training.trainer import TorchTrainer
 from cloud_adapters.storage.memory import MemoryStore
-from federation.errors import JobError, ProtocolError, SiteError
+from federation.errors import JobError, ProtocolError
 from federation.ids import SiteId
 from federation.job.metrics import CORRECT
 from federation.vectors import Layout, Role
@@ -108,14 +106,6 @@ def test_what_is_no_message_is_refused(
         channel.receive()
 
 
-def test_length_is_limited(ends: tuple[Channel, socket.socket]):
-    """Nothing is read of a message that is too long."""
-    channel, other = ends
-    other.sendall((control.MAX_BYTES + 1).to_bytes(4, "big"))
-    with pytest.raises(ProtocolError, match="too long"):
-        channel.receive()
-
-
 def test_the_end_of_the_other_side(ends: tuple[Channel, socket.socket]):
     """Also in the middle of a message."""
     channel, other = ends
@@ -142,20 +132,6 @@ def test_memory_is_shared_through_its_descriptor():
     np.testing.assert_array_equal(weights_d, found_d)
     assert found_m.tolist() == [2**40 + 1]
     mine.close()
-
-
-def test_memory_takes_one_model_only():
-    """A vector of another length would lie over its neighbour."""
-    memory = SharedModel(LAYOUT)
-    with pytest.raises(ValueError, match="this model"):
-        memory.write(np.zeros(5, np.float32), np.zeros(0, np.int64))
-    memory.close()
-
-
-def test_arguments_survive_the_command_line():
-    """A rank reads who it is from what the agent wrote."""
-    inherited = RankInputs(rank=Rank(rank=2, world_size=4), pipe=5, meeting=6, memory=7)
-    assert inherited == RankInputs.of(inherited.arguments())
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 12])
@@ -231,12 +207,6 @@ def test_a_batch_of_shards_must_be_shared_out_evenly():
     train, _ = shards()
     with pytest.raises(JobError, match=r"training.batch_size: is 25: .* 2 ranks"):
         walks(train, 25, 2)
-
-
-def test_more_ranks_than_examples():
-    """A rank with nothing to do would hold up the others."""
-    with pytest.raises(SiteError, match=r"fewer training examples .*3 ranks"):
-        walks(TRAIN.subset(np.arange(2)), 2, 3)
 
 
 def shards():

@@ -77,10 +77,6 @@ def test_draws_depend_on_the_batch_and_not_on_workers():
     assert len(found[:, 1:].unique()) == 3 * len(found)
 
 
-def test_without_workers_the_process_reads_itself():
-    assert inputs_of(loaded(Noisy(), 0), WALK)[:, 4].unique().tolist() == [os.getpid()]
-
-
 def test_walk_that_is_left_early_leaves_no_process():
     before = children()
     with BatchReader(loaded(Noisy(), 2), WALK, seed=1) as reader:
@@ -204,16 +200,6 @@ def test_stuck_worker_ends_with_its_site(tmp_path: Path):
         CLOCK.sleep(0.01)
     os.kill(worker, signal.SIGKILL)
     pytest.fail("the worker stays, and with it the site's lock")
-
-
-def begin_badly(_worker: int) -> None:
-    raise KeyError("colour of a patient")
-
-
-def test_failed_worker_init_fn_is_named():
-    with pytest.raises(SiteError, match=r"worker_init_fn.*KeyError") as caught:
-        inputs_of(loaded(Noisy(), 1, worker_init_fn=begin_badly), WALK)
-    assert "patient" not in caught.value.outside
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")

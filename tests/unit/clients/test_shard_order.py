@@ -12,7 +12,7 @@ from clients.data.batches import ALONE, Rank, Shuffle, epochwise, stepwise
 from clients.data.datasets import Batch, Dataset, Indices, as_dataset
 from clients.models.model_pool import ModelPool
 from clients.shards.dataset import ORDERS
-from clients.shards.order import shard_order, telling_ahead
+from clients.shards.order import shard_order
 from clients.training.trainer import TorchTrainer
 from federation.ids import SiteId
 
@@ -91,25 +91,6 @@ def test_order_follows_the_generator():
     windows = [set(shard_of[order[:20]].tolist()) for order in orders]
     assert windows[0] != windows[2]
     assert (np.diff(orders[0][:20]) != 1).any()
-
-
-def test_a_view_of_scattered_examples():
-    """Shards that are not in view do not count."""
-    shard_of = np.array([7, 2, 7, 7, 2, 9])
-    order = shard_order(shard_of, rng(), window=1)
-    assert sorted(order.tolist()) == [0, 1, 2, 3, 4, 5]
-    assert len(np.flatnonzero(np.diff(shard_of[order]))) == 2
-
-
-def test_wrong_arguments():
-    """Each is refused."""
-    with pytest.raises(ValueError, match="window of 0 shards is not possible"):
-        shard_order(shards_of([1]), rng(), window=0)
-    for rank, ranks in ((1, 1), (-1, 2)):
-        with pytest.raises(ValueError, match=f"rank {rank} of {ranks} is not possible"):
-            Rank(rank=rank, world_size=ranks)
-    with pytest.raises(ValueError, match="fewer examples than its 3 ranks"):
-        shard_order(shards_of([1, 1]), rng(), window=1, rank=of_ranks(3)[0])
 
 
 @few(40)
@@ -211,45 +192,9 @@ def test_ranks_walk_through_whole_epochs(sizes: list[int], batch_size: int, rank
     assert sorted(read) == list(range(len(shard_of)))
 
 
-class Listener:
-    """A dataset that notes what it is told."""
-
-    examples_ahead = 10
-
-    def __init__(self) -> None:
-        self.told: list[int] = []
-
-    def epoch_order(self, _: np.random.Generator, __: Rank = ALONE) -> Indices | None:
-        return None
-
-    def expect(self, indices: Indices) -> None:
-        self.told += indices.tolist()
-
-
 def batches(number: int) -> Iterator[Indices]:
     for i in range(number):
         yield np.arange(4 * i, 4 * i + 4)
-
-
-def test_told_ahead_and_beyond_the_end():
-    """At least ten examples ahead, and those of the next round too."""
-    listener = Listener()
-    passed = 0
-    for batch in telling_ahead(listener, batches(9), 5):
-        assert batch.tolist() == list(range(4 * passed, 4 * passed + 4))
-        passed += 1
-        assert len(listener.told) >= min(4 * (passed - 1) + 10, 36)
-        assert len(listener.told) <= 4 * (passed - 1) + 13
-    assert passed == 5
-    assert listener.told == list(range(len(listener.told)))
-
-
-@pytest.mark.parametrize("data", [None, Listener()])
-def test_all_batches_pass(data: object):
-    """Where no number is given, and where there are fewer."""
-    for number in (None, 7):
-        assert len(list(telling_ahead(data, batches(3), number))) == 3
-    assert len(list(telling_ahead(data, batches(3), 2))) == 2
 
 
 class Told:

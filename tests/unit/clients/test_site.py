@@ -266,53 +266,6 @@ def test_kept_integers_stay_at_the_site(store: MemoryStore):
     ]
 
 
-def test_evaluation_before_and_after(store: MemoryStore):
-    """The global weights and integers first, the site's own afterwards."""
-    trainer = AddOne()
-    answer = site_of(trainer, store).handle(task(evaluate=True, evaluate_after=True))
-    assert isinstance(answer, SiteUpdate)
-    assert (answer.evaluation, answer.evaluation_after) == (sums(2.0), sums(4.0))
-    assert trainer.calls == [
-        "evaluate 5 [10, 20]",
-        "round 5 [10, 20]",
-        "evaluate 5 [11, 21]",
-    ]
-    names = [phase.name for phase in answer.phases]
-    assert names == ["evaluate", "train", "evaluate", "prepare"]
-    starts = [phase.start_seconds for phase in answer.phases]
-    assert sorted(starts) == starts
-
-
-class SendsUpdate(AddOne):
-    """A trainer that gives the update itself."""
-
-    def fit(
-        self,
-        weights_d: Vector,
-        integers_m: IntegerVector,
-        *,
-        round_index: int,
-        kept: Arrays = NO_ARRAYS,
-    ) -> LocalUpdate:
-        result = super().fit(weights_d, integers_m, round_index=round_index, kept=kept)
-        return LocalUpdate(
-            update_d=result.weights_d - weights_d,
-            integers_m=result.integers_m,
-            num_examples=result.num_examples,
-            num_steps=result.num_steps,
-            training=result.training,
-        )
-
-
-def test_an_update_is_never_taken_for_weights(store: MemoryStore):
-    """It leaves as it is, and what is evaluated afterwards is the site's own model."""
-    site = site_of(SendsUpdate(), store)
-    answer = site.handle(task(evaluate_after=True))
-    assert isinstance(answer, SiteUpdate)
-    assert answer.delta_d.tolist() == [1, 1]
-    assert answer.evaluation_after == sums(4.0)
-
-
 def test_what_training_keeps_comes_back_in_the_next_round(store: MemoryStore):
     """With the site's integers, also after a restart; a round that is repeated begins
     where it began before. It never leaves."""
@@ -330,16 +283,6 @@ def test_what_training_keeps_comes_back_in_the_next_round(store: MemoryStore):
     after_1 = {"integers": [11, 0], "optimizer/w": [1, 1]}
     after_2 = {"integers": [12, 0], "optimizer/w": [2, 2]}
     assert began == [{}, after_1, after_1, after_2]
-
-
-def test_an_evaluation_task_trains_nothing(store: MemoryStore):
-    """It is answered with sums alone."""
-    trainer = AddOne()
-    answer = site_of(trainer, store).handle(task(TaskKind.EVALUATE))
-    assert isinstance(answer, SiteEvaluation)
-    assert answer.evaluation == sums(2.0)
-    assert trainer.calls == ["evaluate 5 [10, 20]"]
-    assert list(store.list()) == []
 
 
 def test_another_layout_is_refused(store: MemoryStore):

@@ -17,7 +17,6 @@ from clients.models import starting_weights
 from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import (
     check_first,
-    find,
     initial_weights,
     notice,
     pinned,
@@ -98,11 +97,6 @@ def test_the_job_is_bound_to_the_weights(tmp_path: Path) -> None:
         started(first)
 
 
-def test_no_weights_leave_the_digest_as_it_was() -> None:
-    """Of runs that were begun before there was such a key."""
-    assert "weights" not in job_digest.deciding(small_job())["model"]
-
-
 def _without(name: str) -> dict[str, torch.Tensor]:
     return {key: value for key, value in tensors().items() if key != name}
 
@@ -153,12 +147,6 @@ def test_what_is_not_here_is_refused_when_the_job_is_loaded(
         job_of(tmp_path, weights)
 
 
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "start.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(JobError, match="not a safetensors file"):
-        job_of(tmp_path)
-
-
 def test_a_file_of_torch_save_is_named_and_not_read(tmp_path: Path) -> None:
     """Another copy of it would not help, and reading it could run its code."""
     torch.save(tensors(), tmp_path / "start.safetensors")
@@ -174,14 +162,6 @@ def test_a_name_without_a_digest_starts_nothing(tmp_path: Path) -> None:
     job = job_file.parse(document(str(tmp_path / "start.safetensors")))
     with pytest.raises(JobError, match="none in the job"):
         started(job)
-
-
-def test_an_aggregator_looks_in_its_own_folder(tmp_path: Path) -> None:
-    save_file(tensors(), tmp_path / "start.safetensors")
-    job = job_of(tmp_path)
-    find(job, tmp_path)
-    with pytest.raises(JobError, match="there is no file"):
-        find(job, tmp_path / "elsewhere")
 
 
 def test_frozen_values_must_be_those_of_the_factory(tmp_path: Path) -> None:
@@ -364,12 +344,6 @@ def test_a_file_in_a_bucket_has_a_largest_size(
     monkeypatch.setattr(starting_weights, "MAX_DOWNLOAD_BYTES", 100)
     with pytest.raises(JobError, match="at most 100 are downloaded"):
         job_of(tmp_path, bucket.url)
-
-
-def test_a_path_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="is no path") as caught:
-        job_of(tmp_path, "a\0b")
-    assert caught.value.key == "model.weights"
 
 
 def test_a_damaged_model_with_personal_parts_is_named(tmp_path: Path) -> None:

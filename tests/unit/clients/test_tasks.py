@@ -200,20 +200,6 @@ def test_weighted_loss_of_a_record_depends_on_no_other(task: str):
     assert math.fsum(a.sum_of_means(1).item() for a in alone) == pytest.approx(whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_take_the_precision_of_the_logits(dtype: torch.dtype):
-    spec = training("classification", options=WEIGHTED)
-    batch = trained(spec, draw(9, 3).to(dtype), classes(3, 9))
-    assert batch.total.isfinite()
-
-
-def test_weights_are_as_many_as_outputs():
-    spec = training("classification", options={"class_weights": [1, 2]})
-    with pytest.raises(SiteError, match=r"class_weights .* the model has 3") as caught:
-        trained(spec, draw(9, 3), classes(3, 9))
-    assert "has 3" not in caught.value.outside
-
-
 def test_weights_are_in_the_digest_of_the_job():
     plain, weighted = (
         small_job(training={"local_steps": 1, "options": options})
@@ -315,14 +301,6 @@ def test_segmentation():
     )
 
 
-def test_a_label_of_pixels_without_a_class_needs_a_key():
-    """255 is a usual one, and no class that the model lacks."""
-    logits, labels = draw(2, 3, 4, 4), classes(3, 2, 4, 4)
-    labels[0, 0] = 255
-    with pytest.raises(SiteError, match=r"set training\.options\.ignore_index to it"):
-        trained(training("segmentation"), logits, labels)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
 def test_no_prediction_adds_more_than_the_clip_of_held_out_losses(value: float):
     """Also if the model makes NaN or infinity of it; for every task with a clip."""
@@ -383,11 +361,6 @@ def test_a_record_of_private_steps_does_not_depend_on_the_others_labels():
     assert torch.equal(*grads)
 
 
-def test_all_masked_batch_has_no_prediction():
-    batch = trained(training("sft"), draw(2, 4, 5), torch.full((2, 4), -100))
-    assert (batch.count, batch.total.item()) == (0, 0.0)
-
-
 def test_contrastive():
     """InfoNCE by hand; hits among the records of each batch."""
     first, second = draw(N, 8), draw(N, 8)
@@ -417,13 +390,6 @@ def test_ranking():
     assert accuracy_of(sums) == pytest.approx((better > worse).float().mean().item())
 
 
-def test_equal_scores_are_no_hit():
-    """A model that tells nothing apart must not seem perfect."""
-    spec = training("classification", measures=["recall_at_2"])
-    sums = evaluated(spec, torch.zeros(N, 4), classes(4, N))
-    assert metrics_of(sums)["recall_at_2"] == 0
-
-
 FLOAT = torch.zeros(4, 2)
 WRONG: Mapping[str, tuple[str, Tree, Tree, str]] = {
     "no targets": ("regression", FLOAT, None, "needs targets"),
@@ -451,12 +417,6 @@ def test_misfits_are_explained(case: str):
     task, inputs, targets, text = WRONG[case]
     with pytest.raises(SiteError, match=text):
         trained(training(task), inputs, targets)
-
-
-def test_long_record_is_refused():
-    """Under secure aggregation the largest count follows from the job."""
-    with pytest.raises(SiteError, match="predictions than the job's 3"):
-        trained(training("sft", max_tokens=3), draw(1, 4, 5), classes(5, 1, 4))
 
 
 SECURE = {"secure_aggregation": {"enabled": True, "two_sites_waiver": True}}

@@ -14,14 +14,14 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from clients.data.batches import epoch_order
-from clients.data.datasets import Dataset, Examples, as_dataset
+from clients.data.datasets import Dataset, as_dataset
 from clients.learning_rate import learning_rate
 from clients.models import weights
 from clients.models.model_pool import ModelPool
 from clients.training import local_steps
 from clients.training.local_steps import LocalOptimizer
 from clients.training.trainer import TorchTrainer
-from federation.errors import JobError, SiteError
+from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec, LearningRateSpec
 from federation.protocols import LocalWeights
@@ -31,7 +31,6 @@ SITE = SiteId("site-0")
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
 SGD = {"lr": 0.5}
 USERS = "support.users_module"
-MLP_OPTIONS = {"inputs": 4, "classes": 3, "hidden": [8, 8]}
 
 
 def job_of(training: dict[str, Any], **tables: Any):
@@ -78,16 +77,6 @@ def plain(steps: list[np.ndarray], make_optimizer: Callable[..., Any] = sgd):
 
 def flat(model: nn.Module):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
-
-
-def test_steps_are_plain():
-    """The same examples in the same order give the same weights."""
-    order = epoch_order(len(TRAIN), seed=0, site=SITE, epoch=0)
-    result = fit(job_of({"local_steps": 3, "batch_size": 20}))
-    expected = plain([order[:20], order[20:40], order[40:]])
-    np.testing.assert_allclose(expected, result.weights_d, atol=1e-6)
-    assert (result.num_examples, result.num_steps) == (60, 3)
-    assert result.training.count == 60
 
 
 def test_accumulated_batches_are_one_batch():
@@ -238,21 +227,6 @@ def test_a_bfloat16_optimiser_is_kept_bit_by_bit():
         assert again[name].tobytes() == array.tobytes()
 
 
-def test_the_last_step_of_an_epoch_takes_what_is_left():
-    """Five batches, two to a step: three steps, the last of one batch."""
-    order = epoch_order(len(TRAIN), seed=0, site=SITE, epoch=0)
-    result = fit(job_of({"local_epochs": 1, "batch_size": 12, "accumulate": 2}))
-    expected = plain([order[:24], order[24:48], order[48:]])
-    assert result.num_steps == 3
-    np.testing.assert_allclose(expected, result.weights_d, atol=1e-6)
-
-
-def test_training_loss_is_taken_while_training():
-    """With zero weights each of three classes costs log 3."""
-    result = fit(job_of({"local_steps": 1, "batch_size": 60}))
-    assert result.training.loss == pytest.approx(np.log(3))
-
-
 def test_proximal_gradient_is_that_of_the_penalty():
     """Autograd of mu/2 |x - theta|^2, over steps that leave theta."""
     mu, lr = 0.7, 0.5
@@ -265,12 +239,6 @@ def test_proximal_gradient_is_that_of_the_penalty():
         (gradient,) = torch.autograd.grad(loss, x)
         x = (x - lr * gradient).detach().requires_grad_()
     np.testing.assert_allclose(x.detach(), result.weights_d, atol=1e-6)
-
-
-def test_gradients_are_clipped_to_their_norm():
-    """A step of learning rate 0.5 is half as long as the largest gradient."""
-    result = fit(job_of({"local_steps": 1, "batch_size": 60, "clip_grad_norm": 0.01}))
-    assert np.linalg.norm(result.weights_d) == pytest.approx(0.005, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
@@ -310,12 +278,6 @@ def test_learning_rates_follow_their_closed_forms(name: str, final: float):
     np.testing.assert_allclose(actual, expected, rtol=1e-12)
 
 
-def test_learning_rate_never_turns_negative():
-    """Past the end it stays where it ended."""
-    spec = LearningRateSpec(name="linear", final_fraction=0.5)
-    assert learning_rate(spec, LR, 2 * STEPS, STEPS) == LR / 2
-
-
 @pytest.mark.parametrize(
     "length", [{"local_steps": 2}, {"local_epochs": 1, "batch_size": 30}]
 )
@@ -333,16 +295,6 @@ def test_rounds_walk_on_through_the_examples():
     order = epoch_order(len(TRAIN), seed=0, site=SITE, epoch=0)
     result = fit(job_of({"local_steps": 1, "batch_size": 20}), round_index=2)
     np.testing.assert_allclose(plain([order[20:40]]), result.weights_d, atol=1e-6)
-
-
-def test_the_given_weights_stay():
-    """Vectors that may not be written to are enough."""
-    trainer, pool = trainer_of(job_of({"local_steps": 2}))
-    weights_d, integers_m = pool.initial_weights()
-    weights_d.flags.writeable = integers_m.flags.writeable = False
-    result = trainer.fit(weights_d, integers_m, round_index=1)
-    assert not np.shares_memory(result.weights_d, weights_d)
-    assert (result.weights_d != weights_d).any()
 
 
 @pytest.mark.parametrize("name", ["dropout_network", "norm_network", "forgetful"])
@@ -451,24 +403,6 @@ def test_half_precision_models_lose_no_digits_of_the_global_weights():
     np.testing.assert_array_less(1e-3, np.abs(result.weights_d - start_d).max())
 
 
-def float64_network() -> nn.Module:
-    """A model that takes float64."""
-
-    class Double(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x.double())
-
-    return Double(4, 3, dtype=torch.float64)
-
-
-def test_float64_models_train():
-    """Their weights travel as float32."""
-    result = fit(
-        job_of({"local_steps": 2}, model={"factory": f"{__name__}:float64_network"})
-    )
-    assert result.weights_d.dtype == np.float32
-
-
 def test_bf16_trains_with_float32_weights():
     """The forward pass is rounded, so the result differs, by little."""
     model = {"factory": f"{USERS}:frozen_network"}
@@ -483,27 +417,6 @@ def test_bf16_trains_with_float32_weights():
     assert (half.view(np.uint32) & 0xFFFF).any()
 
 
-def test_language_models_train_on_windows():
-    """Inputs are their own targets, and every window counts its tokens."""
-    tokens = Examples(inputs=np.random.default_rng(0).integers(0, 9, (10, 6)))
-    options = {"vocabulary": 9, "context": 5, "layers": 1, "heads": 1, "width": 4}
-    job = job_of(
-        {"task": "causal_lm", "local_epochs": 1, "batch_size": 4},
-        model={"factory": "clients.models:gpt", "options": options},
-    )
-    result = fit(job, as_dataset(tokens, name="tokens"))
-    assert result.training.count == 10 * 5
-    assert result.training.loss == pytest.approx(np.log(9), rel=0.05)
-
-
-def test_a_batch_larger_than_the_data_is_all_of_it():
-    """A small site takes all of its examples in every step."""
-    result = fit(job_of({"local_steps": 2, "batch_size": 32}), rows(1, 2, 3))
-    expected = plain([np.array([1, 2, 3])] * 2)
-    np.testing.assert_allclose(expected, result.weights_d, atol=1e-6)
-    assert result.training.count == 6
-
-
 @pytest.mark.parametrize(
     ("train", "held_out", "message"),
     [(rows(), HELD_OUT, "no training"), (TRAIN, rows(), "evaluation.every = 0")],
@@ -515,25 +428,6 @@ def test_a_site_without_examples_is_refused(
     job = small_job()
     with pytest.raises(SiteError, match=f"site-0.*{message}"):
         TorchTrainer(job, SITE, pool=ModelPool(job), train=train, held_out=held_out)
-
-
-def unused_network() -> nn.Module:
-    """A parameter that no batch uses."""
-    model = nn.Linear(4, 3)
-    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
-    return model
-
-
-def test_the_penalty_reaches_parameters_without_other_gradient():
-    """At the global weights it is zero, so they stay."""
-    model = {"factory": f"{__name__}:unused_network"}
-    job = job_of({"local_steps": 2, "proximal_mu": 1.0}, model=model)
-    trainer, pool = trainer_of(job)
-    result = trainer.fit(*pool.initial_weights(), round_index=1)
-    (unused,) = (
-        v for s, v in pool.layout.float_views(result.weights_d) if s.name == "unused"
-    )
-    assert unused.tolist() == [1, 1]
 
 
 def test_seed_of_its_own_takes_the_place_of_the_jobs():
@@ -588,17 +482,6 @@ def test_site_that_leaves_early_divides_its_drift_by_the_rates_of_all_steps():
     result = trainer.fit(*pool.initial_weights(), round_index=1)
     assert result.num_steps == 1
     assert result.kept["variates/rates"] == [2.0]
-
-
-def test_a_torch_without_muon_is_named(monkeypatch: pytest.MonkeyPatch):
-    """At the key, before anything is trained."""
-    monkeypatch.delattr(torch.optim, "Muon", raising=False)
-    model = {"factory": "clients.models:mlp", "options": MLP_OPTIONS}
-    muon = {"name": "muon", "lr": 0.1, "momentum": 0.9}
-    job = job_of({"local_steps": 1, "optimizer": muon}, model=model)
-    with pytest.raises(JobError, match=r"came with torch 2\.9") as caught:
-        fit(job)
-    assert caught.value.key == "training.optimizer.name"
 
 
 def test_steps_grow_from_a_round_on():

@@ -31,12 +31,6 @@ def test_update_is_local_minus_global():
     assert start.tolist() == [1, 2, 3]
 
 
-def test_update_takes_no_new_memory():
-    """The trained weights' memory holds the update."""
-    trained = result(np.ones(3, np.float32))
-    assert prepare(np.zeros(3, np.float32), trained) is trained.weights_d
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, LARGEST])
 def test_not_finite_is_refused(value: float):
     """NaN, infinity and an overflowing difference raise without a warning."""

@@ -11,7 +11,6 @@ from hypothesis.extra import numpy as hnp
 from support.examples import few
 from torch import nn
 
-from clients import models
 from clients.models import weights
 from federation.errors import JobError, LayoutMismatch
 from federation.vectors import Layout, Role
@@ -93,20 +92,6 @@ def test_every_shape_makes_the_round_trip(shape: tuple[int, ...], random: Random
     assert_round_trip(Bag(p=nn.Parameter(tensor)))
 
 
-def test_values_land_in_their_places():
-    """A transposed parameter reads in its own order, not in that of its memory."""
-    module = Bag(p=nn.Parameter(torch.arange(6.0).reshape(2, 3).t()))
-    back_d, _ = weights.read(module, layout_of(module))
-    assert back_d.tolist() == [0, 0, 0, 3, 1, 4, 2, 5]
-
-
-def test_several_empty_tensors_are_kept_apart():
-    """They all live at address zero and are not tied for that."""
-    module = Bag(a=torch.zeros(0), b=torch.zeros(0))
-    assert set(roles_of(layout_of(module))) == {"weight", "a", "b"}
-    assert_round_trip(module)
-
-
 def test_tied_weights_stand_once_and_stay_tied():
     """A shared embedding has one name, and a load reaches both users."""
     module = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
@@ -116,17 +101,6 @@ def test_tied_weights_stand_once_and_stay_tied():
     weights.load(module, layout, *filled(layout))
     assert module[1].weight is module[0].weight
     assert module[1].weight[0].tolist() == [1, 2, 3]
-
-
-def test_gpt_makes_the_round_trip():
-    """The reference model with tied embeddings."""
-    assert_round_trip(models.gpt(16, 8, layers=1, heads=2, width=8))
-
-
-def test_float64_keeps_what_float32_holds():
-    """Reading rounds to float32; a load gives that value back exactly."""
-    module = Bag(p=nn.Parameter(torch.full((1,), 0.1, dtype=torch.float64)))
-    assert weights.read(module, layout_of(module))[0][-1] == np.float32(0.1)
 
 
 def test_batch_norm_has_parameters_buffers_and_a_counter():
@@ -153,26 +127,12 @@ def test_roles_follow_the_first_pattern_that_fits():
     ]
 
 
-def test_pattern_without_buffer_is_refused():
-    """A pattern that fits no integer buffer is a mistake."""
-    with pytest.raises(JobError, match="counters") as caught:
-        layout_of(nn.BatchNorm1d(2), counters="keep")
-    assert caught.value.key == "model.integer_buffers"
-
-
 def test_frozen_parameters_travel():
     """They are state like any other."""
     module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     module[0].requires_grad_(requires_grad=False)
     assert len(layout_of(module).tensors) == 4
     assert_round_trip(module)
-
-
-def test_not_persistent_buffers_stay_out():
-    """What is not in the ``state_dict`` does not travel."""
-    module = Bag()
-    module.register_buffer("mask", torch.full((2,), -np.inf), persistent=False)
-    assert set(roles_of(layout_of(module))) == {"weight"}
 
 
 class _ExtraState(nn.Linear):
@@ -217,22 +177,3 @@ def test_vectors_of_another_length_are_refused(extra_d: int, extra_m: int):
             np.ones(layout.num_integers + extra_m, np.int64),
         )
     np.testing.assert_array_equal(before_d, weights.read(module, layout)[0])
-
-
-def test_reading_copies():
-    """What was read does not follow the module."""
-    module = nn.Linear(1, 1)
-    layout = layout_of(module)
-    before_d, _ = weights.read(module, layout)
-    copy_d = before_d.copy()
-    with torch.no_grad():
-        module.weight.add_(1)
-    np.testing.assert_array_equal(copy_d, before_d)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "expected"), list(zip(FLOATS, [True, True, False, False], strict=True))
-)
-def test_half_precision_is_known(dtype: torch.dtype, *, expected: bool):
-    """Only types with fewer digits than float32 round it."""
-    assert weights.is_rounded(layout_of(nn.Linear(1, 1, dtype=dtype))) is expected
