@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +24,6 @@ from federation.errors import (
 from federation.events import (
     CheckpointSaved,
     ModelEvaluated,
-    ModelSelected,
     RoundFinished,
     RoundStarted,
     RunFinished,
@@ -175,18 +173,6 @@ def test_events_are_in_order():
     ]
 
 
-def test_run_started_and_finished_tell_the_run():
-    """What a reader of the log must know first and last."""
-    run = toy.Toy(job=toy.job())
-    run.run()
-    (started,), (finished,) = run.told(RunStarted), run.told(RunFinished)
-    assert (started.run_id, started.job_name, started.engine) == ("run-1", "toy", "toy")
-    assert (started.rounds, started.first_round, started.parameters) == (3, 1, 8)
-    assert started.sites == toy.SITES
-    assert (finished.status, finished.message) == ("completed", "")
-    assert (finished.rounds_completed, finished.last_round) == (3, 3)
-
-
 def test_bytes_are_exact():
     """Of every site, of the round and of the last evaluation."""
     run = toy.Toy(job=toy.job({"rounds": 1}))
@@ -270,21 +256,6 @@ def test_evaluation_every_so_many_rounds(every: int, expected: list[int]):
     assert [event.round_index for event in run.told(ModelEvaluated)] == expected
 
 
-def test_evaluation_is_of_the_model_that_the_round_began_with():
-    """So it follows one round behind, and the loss falls."""
-    job = toy.job()
-    run = toy.Toy(job=job)
-    state = run.run()
-    first, *_, last = run.told(ModelEvaluated)
-    trainers = [toy.QuadraticTrainer(site, job) for site in toy.SITES]
-    sums = [
-        t.evaluate(state.weights_d, state.integers_m, round_index=1) for t in trainers
-    ]
-    assert last.by_site == tuple(sums)
-    assert last.pooled == sums[0] + sums[1] + sums[2]
-    assert last.pooled.loss < first.pooled.loss
-
-
 def test_dynamic_weights_evaluate_after_training():
     """They compare before and after."""
     job = toy.job({"rounds": 1, "aggregation": {"weights": "dynamic"}})
@@ -292,22 +263,6 @@ def test_dynamic_weights_evaluate_after_training():
     run.run()
     assert len(run.told(SiteAnswered)) == 3
     assert run.told(SiteFailed) == []
-
-
-def test_nobody_evaluates_the_final_model():
-    """A warning, and the run is completed all the same."""
-
-    def fault(
-        task: RoundTask, answer: Callable[[], SiteMessage]
-    ) -> Sequence[SiteMessage]:
-        return (answer(),) if task.kind is TaskKind.TRAIN else ()
-
-    run = toy.Toy(job=toy.job(), fault=fault)
-    run.run()
-    (warned,) = run.told(Warned)
-    assert warned.message == "no site evaluated the final model"
-    assert len(run.told(SiteFailed)) == 3
-    assert run.told(RunFinished)[0].status == "completed"
 
 
 # Misfortune.
@@ -437,15 +392,6 @@ def test_run_that_another_coordinator_goes_on_with_has_not_failed():
     assert [event.status for event in run.told(RunFinished)] == ["interrupted"]
 
 
-def test_run_that_failed_in_its_last_round_stays_failed():
-    """Resuming does not make a success of it."""
-    run = toy.Toy(job=toy.job(), **failing(*((A, r) for r in (1, 2, 3))))
-    for _ in range(2):
-        with pytest.raises(QuorumNotMet, match="last of them round 3"):
-            run.run()
-    assert [event.status for event in run.told(RunFinished)] == ["failed"] * 2
-
-
 def test_run_without_one_completed_round_fails():
     """However few rounds it had."""
     run = toy.Toy(job=toy.job({"rounds": 2}), **failing((A, 1), (A, 2)))
@@ -480,33 +426,6 @@ def test_result_that_is_not_finite_is_discarded(optimizer: str):
     last = run.told(RoundFinished)[-1]
     assert (last.status, last.update_norm) == ("discarded", None)
     assert last.answered == toy.SITES
-
-
-def test_infinite_second_moment_is_discarded():
-    """The weights would stay finite, and never move again."""
-    job = toy.job({"rounds": 3, "aggregation": {"server_optimizer": {"name": "adam"}}})
-
-    def blow_up(message: SiteMessage) -> SiteMessage:
-        return replace(message, delta_d=huge(1e30))  # type: ignore[arg-type]
-
-    run = toy.Toy(job=job, fault=toy.faults(*((s, 2, blow_up) for s in toy.SITES)))
-    state = run.run()
-    statuses = [event.status for event in run.told(RoundFinished)]
-    assert statuses == ["completed", "discarded", "completed"]
-    assert np.isfinite(state.optimizer["second_moment"]).all()
-
-
-def test_run_after_a_discarded_round_is_that_of_a_resumed_one():
-    """The memory that the round loop reuses holds nothing of the lost round."""
-    job = toy.job({"rounds": 4, "aggregation": {"server_optimizer": {"name": "yogi"}}})
-
-    def blow_up(message: SiteMessage) -> SiteMessage:
-        return replace(message, delta_d=huge(3e38))  # type: ignore[arg-type]
-
-    fault = toy.faults(*((s, 2, blow_up) for s in toy.SITES))
-    whole = toy.Toy(job=job, fault=fault).run()
-    pieces = toy.Toy(job=job, fault=fault)
-    assert same(whole, in_pieces(pieces))
 
 
 def test_damaged_checkpoint_when_a_round_is_discarded():
@@ -591,24 +510,6 @@ def test_stop_request_ends_the_run_after_its_round():
     assert [event.round_index for event in run.told(ModelEvaluated)] == [0]
 
 
-def test_stop_request_before_the_first_round():
-    """Nobody is asked, and the run can be resumed."""
-    run = toy.Toy(job=toy.job(), stop_requested=lambda: True)
-    assert run.run().round_index == 0
-    told = [type(event) for event in run.events]
-    assert told == [RunStarted, CheckpointSaved, RunFinished]
-    run.stop_requested = lambda: False
-    assert run.run().round_index == 3
-
-
-def test_stop_request_after_the_last_round_is_too_late():
-    """The run is completed."""
-    run = toy.Toy(job=toy.job({"rounds": 1}))
-    run.stop_requested = lambda: bool(run.told(RoundFinished))
-    run.run()
-    assert run.told(RunFinished)[0].status == "completed"
-
-
 def test_completed_run_is_only_evaluated_again():
     """No round is run twice."""
     run = toy.Toy(job=toy.job())
@@ -621,28 +522,6 @@ def test_completed_run_is_only_evaluated_again():
         RunFinished,
     ]
     assert run.told(RunStarted)[0].first_round == 4
-
-
-def test_other_coordinator_saved_the_round():
-    """It won; nothing of this one is written over it."""
-    run = toy.Toy(job=toy.job())
-    seen: list[RunState] = []
-
-    def overtake(state: RunProgress, now: float) -> Sequence[SiteId]:
-        if state.round_index == 1:
-            theirs = run.checkpoints().load_latest()
-            assert theirs is not None
-            seen.append(replace(theirs, round_index=2))
-            run.checkpoints().save(seen[0])
-        return toy.SITES
-
-    with pytest.raises(RunConflict, match="written by another coordinator"):
-        run.run(draw_cohort=overtake)
-    (finished,) = run.told(RunFinished)
-    assert (finished.status, finished.last_round) == ("failed", 1)
-    saved = run.checkpoints().load_latest()
-    assert saved is not None
-    assert same(saved, seen[0])
 
 
 def test_two_coordinators_begin_the_same_run():
@@ -808,44 +687,6 @@ def test_bad_last_value_leaves_the_mean_as_it_was(rule: str, *, keeps: bool):
     assert weights(bad_d) == weights(None)
 
 
-class Replaying(LoneUpdates):
-    """A grid that yields what it is told."""
-
-    def __init__(self, change: Callable[[list[Reply]], list[Reply]]) -> None:
-        """Change the replies of every exchange."""
-        super().__init__()
-        self._change = change
-
-    def play(self, tasks: Sequence[tuple[TaskId, Task]]) -> Iterable[Reply]:
-        """Answer, after the change."""
-        return self._change([self._reply(task, task_id) for task_id, task in tasks])
-
-    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
-        """Hand on everything at once."""
-        del timeout_seconds
-        return deque(self._replies)
-
-
-@pytest.mark.parametrize(
-    ("change", "answered", "failed"),
-    [
-        (lambda replies: replies[::-1], (A, C), (("invalid", 1),)),
-        (lambda replies: replies[:2], (C, A), (("deadline", 1),)),
-        (lambda replies: replies * 2, (C, A), (("duplicate", 3), ("invalid", 1))),
-    ],
-)
-def test_grid_may_yield_what_it_likes(
-    change: Callable[[list[Reply]], list[Reply]],
-    answered: tuple[str, ...],
-    failed: tuple[tuple[str, int], ...],
-):
-    """Order, number and content of replies are judged here."""
-    run = toy.Toy(job=toy.job(quorum(2) | {"rounds": 1}))
-    run_federation(run.job, run.parts(Replaying(change)))
-    (finished,) = run.told(RoundFinished)
-    assert (finished.answered, finished.failed) == (answered, failed)
-
-
 def test_combine_rule_gets_updates_and_may_refuse_them():
     """As they land, with their weights; what it refuses does not count."""
     job = toy.job(quorum(2) | {"rounds": 1})
@@ -881,26 +722,6 @@ def test_refused_weight_names_its_reason():
     run.run(weight_of=weight_of)
     (failed,) = run.told(SiteFailed)
     assert (failed.kind, failed.message) == (FailureKind.INVALID, "too good to be true")
-
-
-def test_phases_cover_the_round():
-    """The aggregator's time goes somewhere."""
-    clock = VirtualClock()
-    run = toy.Toy(job=toy.job({"rounds": 1}), clock=clock)
-
-    def draw(state: RunProgress, now: float) -> Sequence[SiteId]:
-        return toy.SITES
-
-    def weight_of(update: SiteUpdate) -> float:
-        clock.sleep(2)
-        return 1.0
-
-    run.run(draw_cohort=draw, weight_of=weight_of)
-    (finished,) = run.told(RoundFinished)
-    names = [phase.name for phase in finished.phases]
-    assert names == ["exchange", "combine", "apply"]
-    assert sum(phase.seconds for phase in finished.phases) == finished.seconds == 6.0
-    assert [phase.start_seconds for phase in finished.phases] == [0.0, 6.0, 6.0]
 
 
 # The end of a privacy budget.
@@ -978,16 +799,6 @@ def test_anchors_of_sites_that_miss_a_round_are_kept():
     saved = run.checkpoints().load_latest()
     assert saved is not None
     assert saved.anchors == state.anchors
-
-
-def test_the_last_evaluation_stops_no_run_early():
-    """The budget ended it, although the last model is worse than the one before."""
-    job = toy.job({"rounds": 5, "selection": {"patience": 1}})
-    scores = iter([5.0, 4.0, 6.0])
-    run = toy.Toy(job=job, **spent_from(3, A))
-    run.run(metric_of=lambda _sums, _name: next(scores))
-    (selected,) = run.told(ModelSelected)
-    assert (selected.best_round, selected.stopped_early) == (1, False)
 
 
 def test_others_go_on_without_a_site_that_has_spent_its_budget():

@@ -75,18 +75,6 @@ def test_enough_steps_are_the_fewest():
     assert share_of(steps) >= 0.97 > share_of(steps - 1)
 
 
-def test_epochs_have_no_number_of_steps():
-    traffic = traffic_of(local_epochs=1)
-    assert cost.steps_for_share(traffic, speeds_of(traffic, seconds=1.0), 0.97) is None
-
-
-def test_one_round_has_no_later_ones():
-    traffic = traffic_of(local_steps=6)
-    speeds = speeds_of(traffic, seconds=1.0)
-    once = replace(traffic, job=replace(traffic.job, rounds=1))
-    assert cost.trained_share(once, speeds) is None
-
-
 def test_messages_of_a_relay_are_measured_once(monkeypatch: pytest.MonkeyPatch):
     """And not for each of its sites, which takes the square of their number."""
     measured: list[int] = []

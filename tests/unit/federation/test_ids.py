@@ -5,12 +5,6 @@ import pytest
 from federation import ids
 
 
-@pytest.mark.parametrize("text", ["a", "0", "aws-us-east-1", "a.b_c-d", "x" * 64])
-def test_name_is_returned(text: str):
-    """A good name comes back unchanged."""
-    assert ids.check_name(text) == text
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -34,13 +28,6 @@ def test_other_text_is_no_name(text: str):
     """Nothing that could leave a folder or clash in a bucket is a name."""
     with pytest.raises(ValueError, match="is not a name"):
         ids.check_name(text)
-
-
-def test_refusal_of_a_long_text_is_short():
-    """A hostile name does not flood the log."""
-    with pytest.raises(ValueError, match="is not a name") as caught:
-        ids.check_name("X" * 10_000)
-    assert len(str(caught.value)) < 300
 
 
 def test_run_is_named_by_its_start_in_utc():

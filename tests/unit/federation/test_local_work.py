@@ -11,7 +11,6 @@ from support import toy
 from aggregator.manifest import _encode_work, _parse_work
 from aggregator.methods import chosen_steps
 from aggregator.methods.chosen_steps import (
-    WINDOW,
     Pace,
     choose,
     is_typical,
@@ -23,7 +22,7 @@ from federation.errors import JobError, ProtocolError
 from federation.job import job_file
 from federation.job.job_digest import deciding, digest
 from federation.job.spec import JobSpec
-from federation.messages import RoundTask, TaskKind
+from federation.messages import RoundTask
 from federation.protocols import RoundTime, RunProgress
 from federation.rounds import local_work
 from federation.rounds.local_work import (
@@ -120,11 +119,6 @@ def test_rounds_that_do_not_show_a_pace(times: tuple[RoundTime, ...]):
     assert pace_of(times, overlap_steps=0) is None
 
 
-def test_first_rounds_are_as_short_as_the_job_allows():
-    assert next_steps(auto(), taken=0) == (2, "start")
-    assert next_steps(auto(), *took(2)) == (2, "start")
-
-
 def test_a_second_length_is_tried_where_only_arrival_times_are_known():
     assert next_steps(auto(), *took(2, 2)) == (4, "probe")
 
@@ -135,17 +129,6 @@ def test_rounds_get_longer_until_steps_show_beside_the_waiting():
     assert pace_of(noisy, overlap_steps=0) is None
     assert next_steps(auto(), *noisy) == (8, "probe")
     assert next_steps(auto(high=6), *noisy) == (6, "probe")
-
-
-def test_a_pace_leads_to_the_target_by_doubling():
-    """Not in one leap, since the first measurements are of short rounds."""
-    assert next_steps(auto(high=200), *took(2, says=True)) == (4, "measured")
-    assert next_steps(auto(high=200), *took(90, says=True)) == (162, "measured")
-
-
-def test_limits_of_the_job_hold():
-    assert next_steps(auto(high=100), *took(90, says=True)) == (100, "measured")
-    assert next_steps(auto(low=40, overlap_steps=8), *took(40, says=True))[0] == 40
 
 
 def test_a_site_that_claims_to_take_no_time_stops_nothing():
@@ -207,15 +190,6 @@ def test_no_site_trains_for_longer_than_the_round():
     assert _parse_work(_encode_work(after(kept)))["times"] == (kept,)
 
 
-def test_times_are_those_of_the_newest_rounds():
-    progress = after(*took(*(2,) * WINDOW))
-    times = observe(progress, range(9, 14), seconds=1.5, train_seconds=None)
-    assert len(times) == WINDOW
-    assert times[-1] == RoundTime(
-        round_index=progress.round_index + 1, num_steps=5, seconds=1.5
-    )
-
-
 # What a site accepts.
 
 
@@ -226,12 +200,6 @@ def test_steps_that_the_job_does_not_allow_are_refused(steps: int, first: int):
     task = toy.task(num_steps=steps, first_step=first)
     with pytest.raises(ProtocolError, match="local steps"):
         check_task(auto(), task)
-
-
-def test_steps_within_the_range_are_accepted():
-    check_task(auto(), toy.task(num_steps=100, first_step=100))
-    check_task(auto(), toy.task(kind=TaskKind.EVALUATE))
-    check_task(toy.job(), toy.task())
 
 
 def test_steps_by_capacity_begin_where_the_round_does():
@@ -256,11 +224,6 @@ def test_steps_by_capacity_begin_where_the_round_does():
     ):
         with pytest.raises(ProtocolError, match="allows 5 to 80 in a round, from 160"):
             check_task(job, asked(steps, first))
-
-
-def test_a_job_with_a_fixed_number_is_asked_for_no_other():
-    with pytest.raises(ProtocolError, match="does not leave open"):
-        check_task(toy.job(), toy.task(num_steps=3))
 
 
 def test_steps_are_in_every_mask_key():

@@ -1,6 +1,5 @@
 """Vectors of mapped files pass through memory in pieces."""
 
-import hashlib
 import mmap
 import tempfile
 from collections.abc import Callable
@@ -103,13 +102,6 @@ def test_what_is_not_given_back_is_held(vector_d: Vector) -> None:
     assert held_mb(vector_d) > SLACK_MB
 
 
-def test_values_are_there_again(vector_d: Vector, content: Vector) -> None:
-    """To give back is no promise never to look again."""
-    give_back(vector_d)
-    give_back(vector_d[1000:1001])
-    assert np.array_equal(vector_d, content)
-
-
 def in_memory() -> NDArray[Any]:
     return np.arange(4096.0)
 
@@ -136,9 +128,3 @@ def test_memory_that_no_file_holds_is_kept(
     vector.flags.writeable = access == "written"
     give_back(vector)
     assert vector.tolist() == in_memory().tolist()
-
-
-def test_digest_is_that_of_the_bytes(content: Vector) -> None:
-    """However many pieces it was read in."""
-    assert sha256(content) == hashlib.sha256(content.data).digest()
-    assert sha256(content[:0]) == hashlib.sha256().digest()

@@ -16,14 +16,6 @@ def standings(members: Members) -> list[str]:
     return [members.of(site).standing.value for site in SITES]
 
 
-def test_everybody_has_joined_at_first():
-    """A checkpoint of a release without members means just that."""
-    assert Members() == EVERYBODY
-    assert EVERYBODY.of(AWS) == JOINED
-    assert EVERYBODY.present(SITES) == SITES
-    assert not EVERYBODY.away()
-
-
 def test_site_that_finishes_its_round_is_gone_after_it():
     """It is asked what is left of this round, and is in no other."""
     members = EVERYBODY.leave(AWS, "spot", finishes=True)

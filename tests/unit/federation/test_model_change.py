@@ -100,13 +100,3 @@ def test_a_resumed_run_ends_with_the_same_bits(codec: str):
     state = first.run()
     assert set(changed(seen).values()) == {"mccc"}
     assert state.weights_d.tobytes() == whole.weights_d.tobytes()
-
-
-def test_the_whole_model_goes_down_in_float32():
-    """Otherwise a late site would hold other bits than the rest."""
-    seen: list[RoundTask] = []
-    toy.Toy(job=job_of("bf16"), fault=watched(seen)).run()
-    types = {str(task.weights_d.dtype) for task in seen if not task.changed_to}
-    assert types == {"float32"}
-    types = {str(task.weights_d.dtype) for task in seen if task.changed_to}
-    assert types == {"uint16"}

@@ -3,7 +3,7 @@
 import threading
 
 from federation.clock import VirtualClock
-from federation.resources import CLOCK, PROCESS, THREAD, Usage, UsageMeter
+from federation.resources import PROCESS, THREAD, Usage, UsageMeter
 
 
 def test_usage_counts_from_its_beginning():
@@ -19,13 +19,6 @@ def test_usage_counts_from_its_beginning():
     used = usage.so_far()
     assert (used.busy_seconds, used.cpu_seconds) == (4.0, 2.5)
     assert (used.peak_memory_bytes, used.method) == (2**30, "process")
-
-
-def test_a_method_says_nothing_of_what_it_does_not_measure():
-    """Zero would be a claim."""
-    used = Usage(VirtualClock(), CLOCK).so_far()
-    assert (used.cpu_seconds, used.peak_memory_bytes) == (None, None)
-    assert Usage(VirtualClock(), THREAD).so_far().peak_memory_bytes is None
 
 
 def test_sites_of_one_process_are_told_apart_by_their_threads():

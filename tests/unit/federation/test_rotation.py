@@ -5,8 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from federation.compression import rotation as rotations
-from federation.compression.rotation import BLOCK_VALUES, SIDE, Rotation, padded
+from federation.compression.rotation import BLOCK_VALUES, SIDE, Rotation
 
 SEED = b"run-1"
 MOST = (1 << 24) // BLOCK_VALUES - 1  # 4,095: the largest whole number in float32.
@@ -118,22 +117,3 @@ def test_the_limit_is_where_float32_begins_to_round():
     whole = plain_inverse(numbers.astype(np.int64)).astype(np.float64) / SIDE
     assert np.array_equal(whole.astype(np.float32), wide)
     assert int(np.abs(whole * SIDE).max()) % 2 == 1  # Beyond 2^24 float32 has none.
-
-
-def test_runs_have_rotations_of_their_own():
-    """And the same run the same one."""
-    given = random_d(BLOCK_VALUES)
-    found = [
-        Rotation(seed).forward(given.copy(), out=np.empty_like(given)).tobytes()
-        for seed in (b"run-1", b"run-1", b"run-2")
-    ]
-    assert found[0] == found[1] != found[2]
-
-
-@pytest.mark.parametrize(
-    ("size", "blocks"), [(1, 1), (4096, 1), (4097, 2), (10 * 4096, 10)]
-)
-def test_padding_is_to_whole_blocks(size: int, blocks: int):
-    """Of 4,096 values."""
-    assert blocks == rotations.num_blocks(size)
-    assert blocks * 4096 == padded(size)

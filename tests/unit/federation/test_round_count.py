@@ -4,16 +4,8 @@ from dataclasses import replace
 
 from support import event_samples
 
-from federation.events import Event, RoundFinished
+from federation.events import RoundFinished
 from federation.rounds.round_sums import completed_rounds
-from monitoring.views.run_fold import RunFold
-
-
-def _view(events: list[Event]) -> int:
-    fold = RunFold()
-    for event in events:
-        fold.add(event)
-    return sum(row.status == "completed" for row in fold.view().rounds)
 
 
 def test_repeated_rounds_count_once():
@@ -35,19 +27,3 @@ def test_a_round_without_a_result_does_not_count():
     ]
     assert completed_rounds(lost) == 2
     assert completed_rounds([*events, *lost]) == 2
-
-
-def test_it_is_the_number_of_the_report():
-    """``ps`` and the report of the same run agree."""
-    for events in (
-        event_samples.two_sites(),
-        event_samples.troubled(),
-        event_samples.resumed(),
-    ):
-        for end in range(1, len(events) + 1):
-            assert completed_rounds(events[:end]) == _view(events[:end])
-
-
-def test_nothing_has_no_rounds():
-    """Before the first coordinator has begun."""
-    assert completed_rounds([]) == 0

@@ -9,7 +9,6 @@ from support import toy
 from support.scripted_grid import reply_to
 
 from federation.clock import VirtualClock
-from federation.errors import ProtocolError
 from federation.events import (
     Event,
     ModelEvaluated,
@@ -104,26 +103,6 @@ def test_step_tells_what_counted():
     )
 
 
-def test_failures_of_a_step_keep_their_bytes():
-    """A crash, a wrong step and a second answer that the caller refuses."""
-    record, told = opened()
-    wrong = replace(toy.secure_answer(THIRD), step=SecureStep.REVEAL)
-    arrived = replies(ANSWER, crashed(OTHER), wrong, ANSWER)
-    used: set[str] = set()
-
-    def once(answer: SecureAnswer) -> None:
-        if answer.site in used:
-            raise ProtocolError("answered twice")
-        used.add(answer.site)
-
-    record.take_step(SecureStep.SURVIVORS, arrived, once)
-    (step,) = of_kind(told, StepTaken)
-    assert (step.sites, step.bytes_down, step.bytes_up) == ((SITE,), (1,), (10,))
-    failed = of_kind(told, SiteFailed)
-    assert [event.bytes_up for event in failed] == [20, 30, 40]
-    assert failed[2].message == "survivors: answered twice"
-
-
 def test_answer_to_an_earlier_round_is_late_in_a_step():
     """It was on its way while the site was away; nobody has done anything wrong."""
     record, told = opened(round_index=3)
@@ -136,14 +115,6 @@ def test_answer_to_an_earlier_round_is_late_in_a_step():
     failed = of_kind(told, SiteFailed)
     assert [event.kind for event in failed] == [FailureKind.LATE] * 2
     assert failed[0].message == "survivors: answered round 1 too late"
-
-
-def test_step_without_answers_is_told():
-    """It was taken all the same."""
-    record, told = opened()
-    record.take_step(SecureStep.REVEAL, [], keep)
-    (step,) = of_kind(told, StepTaken)
-    assert (step.step, step.sites) == ("reveal", ())
 
 
 def test_round_total_is_the_sum_of_its_events():

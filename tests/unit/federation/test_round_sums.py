@@ -1,10 +1,7 @@
 """What a round adds up: sums without verdicts and without events."""
 
-from dataclasses import replace
-
 import numpy as np
 from support import toy
-from support.scripted_grid import reply_to
 
 from federation.clock import VirtualClock
 from federation.messages import LedgerAnchor, MetricSums, PrivacySpent
@@ -30,14 +27,6 @@ def spent(epsilon: float, *, train: int) -> PrivacySpent:
     )
 
 
-def test_bytes_of_every_reply_count():
-    """Whatever it says."""
-    sums = opened()
-    for message in (toy.update(), toy.failure(OTHER)):
-        sums.add_bytes(reply_to(message, bytes_down=3, bytes_up=5))
-    assert (sums.bytes_down, sums.bytes_up) == (6, 10)
-
-
 def test_metrics_are_pooled_over_sites():
     """Training as a sum; evaluations by site, and as a sum when it is asked for."""
     sums = opened()
@@ -48,14 +37,6 @@ def test_metrics_are_pooled_over_sites():
     assert sums.training == RESULT + RESULT
     assert sums.evaluations == {SITE: RESULT, OTHER: RESULT}
     assert sums.pooled_evaluation() == RESULT + RESULT
-
-
-def test_opened_sum_is_pooled_evaluation():
-    """Under secure aggregation it is all that is known."""
-    sums = opened()
-    assert sums.pooled_evaluation() is None
-    sums.secret_evaluation = RESULT
-    assert sums.pooled_evaluation() == RESULT
 
 
 def test_epsilon_is_the_largest_and_anchors_only_grow():
@@ -81,22 +62,3 @@ def test_integers_are_the_largest_where_the_role_says_so():
     assert is_max_m.any()
     assert not is_max_m.all()
     assert np.array_equal(sums.combined_integers(before_m, toy.LAYOUT), expected_m)
-
-
-def test_update_is_not_written_to():
-    """The largest integers are kept in memory of their own."""
-    sums, first = opened(), toy.update()
-    sums.add_update(first, is_fresh=True)
-    sums.add_update(replace(first, integers_m=first.integers_m + 1), is_fresh=False)
-    assert not first.integers_m.any()
-
-
-def test_phases_follow_each_other():
-    """Each begins where the one before it has ended."""
-    clock = VirtualClock()
-    sums = RoundSums(clock=clock, start=clock.monotonic())
-    for name, seconds in (("exchange", 2.0), ("combine", 3.0)):
-        clock.sleep(seconds)
-        sums.end_phase(name)
-    found = [(one.name, one.start_seconds, one.seconds) for one in sums.phases]
-    assert found == [("exchange", 0.0, 2.0), ("combine", 2.0, 3.0)]

@@ -10,7 +10,6 @@ from support import toy
 from federation.compression.codec import BF16, FP16, IDENTITY, Codec
 from federation.messages import (
     FailureKind,
-    MetricSums,
     PrivacySpent,
     SecureStep,
     SiteEvaluation,
@@ -18,7 +17,6 @@ from federation.messages import (
     TaskKind,
 )
 from federation.rounds.round_verdicts import RoundVerdicts
-from federation.vectors import Role
 
 SITE, OTHER, _ = toy.SITES
 ROUND = 2
@@ -43,11 +41,6 @@ def verdict(message: SiteMessage) -> tuple[FailureKind, str]:
     assert failure is not None
     assert (failure.run_id, failure.site) == (toy.RUN, message.site)
     return failure.kind, failure.message
-
-
-def impossible(**fields: int) -> MetricSums:
-    """Sums that cannot be."""
-    return replace(SOUND.training, **fields)
 
 
 REFUSED = {
@@ -175,21 +168,6 @@ def test_answer_may_be_refused_after_its_use():
     assert (verdicts.answered, verdicts.failed) == ((), (("not_finite", 1),))
 
 
-def test_sound_update_counts():
-    """None is no news."""
-    verdicts = opened()
-    assert verdicts.accept(SOUND) is None
-    assert (verdicts.answered, verdicts.failed) == ((SITE,), ())
-
-
-def test_answers_are_in_order_of_arrival():
-    """Whatever the order of the cohort."""
-    verdicts = opened()
-    for site in (OTHER, SITE):
-        verdicts.accept(replace(SOUND, site=site))
-    assert verdicts.answered == (OTHER, SITE)
-
-
 def test_loss_may_be_nan():
     """A model that diverged is honest about it."""
     sums = replace(SOUND.training, loss_sum=float("nan"))
@@ -258,15 +236,6 @@ def test_close_reports_who_is_missing():
     late = verdicts.accept(SOUND)
     assert late is not None
     assert late.kind is FailureKind.LATE
-
-
-def test_close_of_a_settled_round_reports_nobody():
-    """Nor does closing twice."""
-    verdicts = opened()
-    verdicts.accept(SOUND)
-    assert len(verdicts.close()) == 1
-    assert verdicts.close() == []
-    assert verdicts.failed == (("deadline", 1),)
 
 
 def test_revoked_answer_does_not_count():
@@ -349,19 +318,6 @@ def test_refused_in_a_step(case: str):
     assert [failure.kind, failure.message] == expected
     assert verdicts.failed == ((failure.kind.value, 1),)
     assert verdicts.accept(replace(SOUND, site=message.site)) is None
-
-
-def test_answer_to_a_step_may_be_used():
-    """Also to a setup, which has no round."""
-    for of_round in (0, ROUND):
-        answer = toy.secure_answer(round_index=of_round)
-        assert opened().accept_step(answer, SecureStep.SURVIVORS) is None
-
-
-def test_toy_layout_has_every_travelling_role():
-    """What the tests of the round loop stand on."""
-    roles = {tensor.role for tensor in toy.LAYOUT.tensors}
-    assert roles == {Role.PARAMETER, Role.BUFFER, Role.MAX, Role.FROM_SERVER}
 
 
 def test_no_ledger_has_spent_more_than_the_cap():

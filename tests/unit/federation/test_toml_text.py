@@ -3,11 +3,8 @@
 import tomllib
 
 import pytest
-import tomli_w
-from support.small_jobs import small_job
 
 from federation.clock import SystemClock
-from federation.job import job_file
 from federation.job.job_file import MAX_KEY_PARTS, loads_toml as loads
 
 DEEP = ".".join("a" * (MAX_KEY_PARTS + 1))
@@ -49,11 +46,6 @@ def test_keys_of_many_parts_are_refused(text: str):
     ],
 )
 def test_other_dots_are_not_counted(text: str):
-    assert loads(text) == tomllib.loads(text)
-
-
-def test_a_job_is_read_as_before():
-    text = tomli_w.dumps(job_file.document(small_job()))
     assert loads(text) == tomllib.loads(text)
 
 

@@ -132,19 +132,6 @@ def test_cells_that_noise_made_negative_survive_the_journey():
     assert wire.decode(sent).evaluation == sums
 
 
-def test_loss_that_is_not_a_number_survives():
-    """A diverged site can say so."""
-    sums = replace(SUMS, loss_sum=math.nan)
-    message = wire.decode(wire.encode_bytes(replace(EVALUATION, evaluation=sums)))
-    assert math.isnan(message.evaluation.loss_sum)
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_size_is_known_without_encoding(message: wire.WireMessage):
-    """The size that the in-process grid counts is the size on the wire."""
-    assert len(wire.encode_bytes(message)) == wire.encoded_size(message)
-
-
 def test_sizes_of_many_messages():
     """Also where one header serves several, and where padding hides a longer name."""
     many = [
@@ -157,54 +144,11 @@ def test_sizes_of_many_messages():
     assert wire.encoded_sizes([]) == []
 
 
-def test_size_of_a_task_for_an_impossible_site():
-    """It is refused, also if another task's header would serve."""
-    with pytest.raises(WireError, match="site"):
-        wire.encoded_sizes([TASK, replace(TASK, site=SiteId("No Name"))])
-
-
-def test_encode_does_not_copy_the_model():
-    """The pieces of a frame are the caller's own memory."""
-    _, integers, floats = wire.encode(TASK)
-    assert np.shares_memory(np.frombuffer(floats, np.float32), TASK.weights_d)
-    assert np.shares_memory(np.frombuffer(integers, np.int64), TASK.integers_m)
-
-
-def test_encode_does_not_copy_masked_words():
-    """Nor the header that is masked with them."""
-    _, header, words, body = wire.encode(MASKED)
-    assert np.shares_memory(np.frombuffer(words, np.uint8), MASKED.words)
-    assert np.shares_memory(np.frombuffer(header, np.uint64), MASKED.header_h)
-    assert bytes(body) == MASKED.body
-
-
 def test_strided_vector_is_encoded_by_value():
     """A view with gaps is written without its gaps."""
     values = np.arange(10, dtype=np.float32)[::2]
     task = wire.decode(wire.encode_bytes(replace(TASK, weights_d=values)))
     np.testing.assert_array_equal(values, task.weights_d)
-
-
-def test_decoded_vectors_are_views():
-    """Decoding a model does not copy it."""
-    data = wire.encode_bytes(TASK)
-    weights_d = wire.decode(data).weights_d
-    assert np.shares_memory(np.frombuffer(data, np.uint8), weights_d)
-
-
-def test_decoded_words_are_views():
-    """Decoding a masked update does not copy it either."""
-    data = wire.encode_bytes(MASKED)
-    whole, update = np.frombuffer(data, np.uint8), wire.decode(data)
-    assert np.shares_memory(whole, update.words)
-    assert np.shares_memory(whole, update.header_h)
-
-
-def test_decoded_words_can_be_read_as_words():
-    """They start at an address that is aligned for any word of the ring."""
-    words = wire.decode(wire.encode_bytes(MASKED)).words
-    assert words.ctypes.data % 8 == 0
-    assert not words.flags.writeable
 
 
 @pytest.mark.parametrize("lead", [0, 1, 4])
@@ -244,17 +188,6 @@ def test_encoder_refuses_other_masked_updates(fields: dict[str, Any], match: str
     for write in (wire.encode, wire.encode_bytes, wire.encoded_size):
         with pytest.raises(WireError, match=match):
             write(replace(MASKED, **fields))
-
-
-def test_largest_body_fits():
-    """The limit itself is allowed."""
-    task = replace(SECURE_TASK, body=bytes(wire.MAX_BODY_BYTES))
-    assert task == wire.decode(wire.encode_bytes(task))
-
-
-def test_words_may_be_as_long_as_the_largest_model():
-    """In 32 bits for each value."""
-    assert wire.MAX_WORDS_BYTES == 4 * wire.MAX_FLOAT_VALUES
 
 
 @pytest.mark.parametrize(
@@ -588,17 +521,6 @@ def test_long_phase_name_is_refused():
     """The name of a phase is bounded."""
     phase = {"name": "x" * 65, "start_seconds": (0.0).hex(), "seconds": (0.0).hex()}
     refused(changed(EVALUATION, {"phases": [phase]}), "at most 64")
-
-
-def test_metrics_of_a_job_lie_beside_the_loss():
-    """Floats as the same bits, whole numbers as such."""
-    sums = MetricSums(
-        count=3, loss_sum=0.1, metrics={"absolute_error": 0.1 + 0.2, "hits": 2}
-    )
-    answer = replace(EVALUATION, evaluation=sums)
-    frame = wire.encode_bytes(answer)
-    assert b'"absolute_error":"0x1.3333333333334p-2"' in frame
-    assert wire.decode(frame) == answer
 
 
 @pytest.mark.parametrize(
