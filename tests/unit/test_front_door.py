@@ -59,11 +59,6 @@ def test_importing_it_imports_nothing_heavy(tmp_path: Path):
     assert "federation.errors" not in loaded
 
 
-def test_it_is_typed():
-    for room in (*OURS, "crossfed"):
-        assert (ROOT / room / "py.typed").is_file()
-
-
 @pytest.mark.slow
 def test_examples_in_docstrings_hold():
     assert doctest.testmod(crossfed) == doctest.TestResults(0, 5)
@@ -80,18 +75,6 @@ def test_a_job_comes_from(form: str, tmp_path: Path):
     job = crossfed.load_job(source, {"training.optimizer.lr": 0.25}, rounds=2)
     assert (job.rounds, job.training.optimizer.lr) == (2, 0.25)
     assert JOB.rounds == document["rounds"] != 2  # What was given stays as it was.
-
-
-def test_an_override_of_none_removes_a_key():
-    key = "schedule.minimum_sites"
-    job = crossfed.load_job(JOB, {key: 1})
-    assert job.schedule.minimum_sites == 1
-    assert crossfed.load_job(job, {key: None}).schedule.minimum_sites is None
-
-
-def test_an_unknown_override_names_its_key():
-    with pytest.raises(JobError, match=r"training\.optimiser: unknown key"):
-        crossfed.load_job(JOB, {"training.optimiser.lr": 0.1})
 
 
 class Net(torch.nn.Linear):
@@ -198,13 +181,6 @@ def test_callbacks_that_raise_do_not_end_a_run(caplog: pytest.LogCaptureFixture)
     assert "on_event raised KeyError" in caplog.text
 
 
-def test_progress_is_quiet_off_a_terminal(capsys: pytest.CaptureFixture[str]):
-    crossfed.simulate(JOB, rounds=1)
-    assert capsys.readouterr() == ("", "")
-    crossfed.simulate(JOB, rounds=1, progress=True)
-    assert "run completed" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_runs_that_were_kept_have_pages(tmp_path: Path):
     one = crossfed.simulate(JOB, rounds=1, folder=tmp_path / "one")
@@ -232,38 +208,6 @@ def users_folder(tmp_path: Path) -> Path:
     (tmp_path / "clients" / "patients.py").write_text("")
     (tmp_path / "deploy.py").write_text("def go(): return 'mine'\n")
     return tmp_path
-
-
-BESIDE = """
-import crossfed
-import clients, deploy
-assert not hasattr(clients, "MINE") and not hasattr(deploy, "go")
-job = crossfed.load_job("name = 'a'\\nrounds = 1\\nsites = [{ name = 'a' }]\\n"
-    "model = { factory = 'clients.models:mlp' }\\n"
-    "data = { source = 'clients.data:digits' }\\ntraining = { local_steps = 1 }")
-print(job.rounds)
-for code in ("import clients.patients", "from deploy import go"):
-    try:
-        exec(code)
-    except ImportError as error:
-        print(error)
-"""
-
-
-def test_ours_come_before_a_users(users_folder: Path):
-    rounds, first, second = python(BESIDE, users_folder).splitlines()
-    assert rounds == "1"
-    assert first.startswith("there is no module 'clients.patients': 'clients' is a")
-    assert second.startswith("there is no module 'deploy.go': 'deploy' is a package")
-    assert "'./my_model.py:net'" in first
-
-
-def test_a_module_that_was_imported_first_stays_with_its_user(users_folder: Path):
-    code = (
-        "import clients, deploy\nimport crossfed\nfrom deploy.cli import main\n"
-        "print(clients.MINE, deploy.go(), crossfed.load_job.__name__)"
-    )
-    assert python(code, users_folder) == "1 mine load_job\n"
 
 
 @pytest.mark.slow

@@ -27,10 +27,3 @@ def test_port_that_is_none(port: str):
     assert parse_port(port) is None
     with pytest.raises(JobError, match=r"listen: .* is not HOST:PORT"):
         parse_address(f"host:{port}", key="listen")
-
-
-@pytest.mark.parametrize("text", ["", "host", ":1", "8443"])
-def test_address_that_is_none(text: str):
-    """A host or a port is missing."""
-    with pytest.raises(JobError, match="is not HOST:PORT"):
-        parse_address(text, key="listen")

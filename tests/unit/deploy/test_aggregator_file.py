@@ -14,17 +14,6 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_empty_file_is_enough(tmp_path: Path):
-    """The proxy stands before everything, and ports are found."""
-    config = aggregator_file.load(write(tmp_path, ""))
-    assert config.file.proxy
-    assert config.file.superlink_port == config.file.service_port == 0
-    assert config.folder == tmp_path
-    assert config.runs == tmp_path / "runs"
-    assert config.flower == tmp_path / "flower"
-    assert config.logs == tmp_path / "logs"
-
-
 @pytest.mark.parametrize("host", ["a", "fed.example.org", "10.0.0.1", "::1"])
 def test_host_is_a_name_or_an_address(tmp_path: Path, host: str):
     """What a certificate can be made for."""
@@ -71,20 +60,6 @@ def test_wrong_key_is_named_with_its_file(tmp_path: Path, text: str, key: str):
         aggregator_file.load(path)
     assert key in str(caught.value)
     assert str(caught.value).count(str(path)) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", None),
-        ("superlink_port = 9092", 9092),
-        ("proxy = false\nlisten = '127.0.0.1:9093'", 9093),
-    ],
-)
-def test_port_of_the_superlink(tmp_path: Path, text: str, expected: int | None):
-    """None before one was chosen."""
-    config = aggregator_file.load(write(tmp_path, text))
-    assert config.superlink_port() == expected
 
 
 @pytest.mark.parametrize("content", ["", "x", "0", "65536", "\xff"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cloud_adapters.compute.pool import Node, NodeState
-from deploy.fleet import bootstrap, spec
+from deploy.fleet import spec
 from deploy.fleet.local_parties import await_service
 from deploy.fleet.state import Deployment
 from federation.clock import VirtualClock
@@ -71,11 +71,6 @@ def test_what_keeps_an_aggregator_from_its_work_is_told_at_once(tmp_path: Path):
     assert ready.startswith("aggregator: ready after 30.")
 
 
-def test_what_is_over_is_not_told(tmp_path: Path):
-    host = awaited(tmp_path, 9.0, t0={"trouble": "it ended with 1", "ready": True})
-    assert [line[:17] for line in host.told] == ["aggregator: ready"]
-
-
 def test_an_aggregator_that_has_ended_is_not_awaited(tmp_path: Path):
     gone = {"state": NodeState.GONE, "trouble": "its 1.8 s were over"}
     words = (
@@ -88,11 +83,3 @@ def test_an_aggregator_that_has_ended_is_not_awaited(tmp_path: Path):
 def test_an_aggregator_that_does_not_serve_is_given_up(tmp_path: Path):
     with pytest.raises(ComputeError, match="after 60 s: it is not"):
         awaited(tmp_path, 90.0)
-
-
-def test_the_end_of_a_log_begins_with_a_whole_line():
-    log = "".join(f"line {number:04d}\n" for number in range(1000))
-    shown = bootstrap.end_of(log).splitlines()
-    assert (shown[0], shown[-1]) == ("line 0801", "line 0999")
-    assert bootstrap.end_of("a\nb\n") == "a\nb"
-    assert len(bootstrap.end_of("x" * 5000)) == 2000

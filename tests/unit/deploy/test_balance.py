@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 from support import event_samples
 from support.small_jobs import small_job
 
@@ -20,10 +19,6 @@ from monitoring.views.run_fold import fold
 LOCAL_STEPS = small_job(training={"local_steps": 10, "batch_size": 16, "accumulate": 2})
 LOCAL_EPOCHS = small_job(training={"local_epochs": 3, "batch_size": 16})
 
-speeds_of = st.dictionaries(
-    st.text("abc", min_size=1), st.floats(0.5, 50), min_size=1, max_size=6
-)
-
 
 def test_a_fast_site_waits_for_a_slow_one():
     """Three times the work for the same speed takes three times as long."""
@@ -32,18 +27,6 @@ def test_a_fast_site_waits_for_a_slow_one():
     assert [site.seconds for site in found.sites] == [30.0, 10.0]
     assert found.seconds == 30.0
     assert found.idle == pytest.approx(1 / 3)
-
-
-@given(speeds_of, st.integers(600, 100_000))
-def test_shares_by_speed_are_even(speeds: dict[str, float], num_examples: int):
-    """Every example is at one site, and loads are 1 to within an example."""
-    shares = proportional(num_examples, speeds)
-    assert list(shares) == list(speeds)
-    assert sum(shares.values()) == num_examples
-    for site in balance(shares, speeds).sites:
-        exact = num_examples * speeds[site.site] / sum(speeds.values())
-        assert abs(site.examples - exact) <= 1
-        assert site.load == pytest.approx(site.examples / exact)
 
 
 def test_predicted_shares_are_those_of_the_partition():
@@ -59,12 +42,6 @@ def test_predicted_shares_are_those_of_the_partition():
     )
     dealt = {site: len(part) for site, (part, _) in zip(speeds, parts, strict=True)}
     assert proportional(101, speeds) == dealt
-
-
-def test_a_site_without_a_speed():
-    """It is named."""
-    with pytest.raises(SiteError, match="speed of site 'b' was not measured"):
-        balance({"a": 1, "b": 1}, {"a": 1.0})
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, float("inf"), float("nan")])
@@ -115,9 +92,3 @@ def test_a_site_that_never_answered():
     ]
     with pytest.raises(SiteError, match=rf"finished training of site '{gcp}'.*run"):
         measured_speeds(fold(events), LOCAL_STEPS)
-
-
-def test_secure_aggregation_hides_speeds():
-    """The message says how to measure."""
-    with pytest.raises(SiteError, match=r"secure_aggregation\.enabled=false"):
-        measured_speeds(fold(event_samples.secure()), LOCAL_STEPS)

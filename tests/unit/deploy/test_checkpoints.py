@@ -1,6 +1,5 @@
 """A run's checkpoints are found in its folder or in its bucket."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from aggregator.checkpoint import RunCheckpoints
 from cloud_adapters.keys.key_file import add_key
 from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
-from deploy.tools.checkpoints import CheckpointFindings, examine, facts, lines
+from deploy.tools.checkpoints import CheckpointFindings, examine
 from deploy.wiring import run_store
 from deploy.wiring.encryption import encrypted
 from federation.clock import VirtualClock
-from federation.errors import JobError, RunConflict, RunNotFound
+from federation.errors import RunConflict
 from federation.event_log import EventWriter
 from federation.events import CheckpointSkipped
 from federation.job.spec import JobSpec
@@ -99,14 +98,6 @@ def run(tmp_path: Path) -> RunFolder:
     return run
 
 
-def test_folder_and_url_are_the_same(run: RunFolder):
-    """A run by its folder, and the same place by its URL."""
-    by_folder = look(str(run.path), verify=True)
-    assert by_folder == look(f"file://{run.path}", verify=True)
-    assert rounds(by_folder) == [1, 2, 3]
-    assert by_folder.num_damaged == 0
-
-
 @pytest.mark.slow
 def test_bucket_of_a_run(
     tmp_path: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch
@@ -147,39 +138,8 @@ def test_encrypted_checkpoints(tmp_path: Path):
     assert look(str(run.path), verify=True).num_damaged == 0
 
 
-def test_lines_and_facts(run: RunFolder):
-    """What is said of each checkpoint, of what is left over and of what went."""
-    store = LocalStore(run.path)
-    store.put("checkpoints/chunks/left-over", [b"x" * 10])
-    head, first, *_, unnamed = lines(look(str(run.path)))
-    assert head.split() == ["round", "written", "size", "shared", "state"]
-    assert first.split()[0] == "1"
-    assert first.endswith("0 B  all there")
-    assert unnamed == "1 object that no checkpoint names, 10 B"
-    *_, third, _, removed = lines(look(str(run.path), verify=True, keep=1))
-    assert third.endswith("verified")
-    assert removed.startswith("removed 2 checkpoints, 2.0 kB")
-    store.put("checkpoints/round-000003.json", [b"torn"])
-    found = look(str(run.path))
-    assert list(lines(found))[1].split()[0] == "?"
-    assert json.loads(json.dumps(facts(found)))["damaged"] == 1
-
-
 def test_prune_waits_for_a_run_that_goes_on(run: RunFolder):
     """While a process holds the run's folder nothing of it is removed."""
     with run.locked(), pytest.raises(RunConflict, match="another process"):
         look(str(run.path), keep=1)
     assert rounds(look(str(run.path))) == [1, 2, 3]
-
-
-def test_nothing_there(tmp_path: Path, run: RunFolder):
-    """The message says where it looked."""
-    with pytest.raises(RunNotFound, match="no checkpoints in file://"):
-        look(f"file://{tmp_path}/nothing")
-    with pytest.raises(RunNotFound, match="there is no run"):
-        look("nothing")
-    with pytest.raises(JobError, match="scheme"):
-        look("ftp://x")
-    empty = begun(tmp_path / "empty", small_job(num_sites=2))
-    with pytest.raises(RunNotFound, match="no checkpoints in file://"):
-        look(str(empty.path))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from federation.events import CostPredicted, Event, LocalWorkChosen, RoundFinish
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from monitoring.runs.run_result import RunResult
-from monitoring.terminal.progress import PlainProgress
 from monitoring.views.run_fold import fold
 
 LOW, HIGH, ROUNDS = 2, 64, 40
@@ -78,29 +76,6 @@ def test_a_run_comes_to_the_steps_that_the_model_of_time_says():
     (predicted,) = (e.seconds for e in seen if isinstance(e, CostPredicted))
     assert predicted is not None
     assert predicted < sum(took.values()) < 1.5 * predicted
-
-
-@pytest.mark.slow
-def test_what_a_person_reads():
-    """A line whenever the number changes; and each round of the view has it."""
-    _, seen = watched(job(schedule={"max_local_steps": 8}))
-    text = StringIO()
-    with PlainProgress(text) as show:
-        for event in seen:
-            show(event)
-    lines = [line for line in text.getvalue().splitlines() if line[:5] == "steps"]
-    assert lines[0] == "steps   1/40  2 local steps  (start)"
-    assert lines[1].startswith("steps   3/40  4 local steps  (measured: 0.1 s a step")
-    assert lines[2].endswith(" of waiting, sites train 81.1 %)")
-    assert len(lines) == 3
-    works = [row.work for row in fold(seen).rounds]
-    assert works == choices(seen)
-
-
-def test_real_time_does_not_decide_in_a_simulation():
-    with pytest.raises(JobError, match="--engine virtual") as caught:
-        simulate(job())
-    assert caught.value.key == "schedule.local_work"
 
 
 @pytest.mark.parametrize("is_auto", [True, False])

@@ -60,15 +60,3 @@ def test_values_are_on_their_steps_and_within_their_ranges():
         assert 1e-4 <= y <= 1
         assert z in {1, 3, 5, 7, 9}
         assert isinstance(z, int)
-
-
-def test_a_single_key_is_random():
-    """A covariance needs two."""
-    study = searched(lambda trial: trial.suggest_float("x", 0.0, 1.0), 8)
-    assert len({trial.params["x"] for trial in study.trials}) == 8
-
-
-def test_the_study_holds_no_state():
-    """Optuna's sampler would keep a pickle there, and load what is there."""
-    study = searched(distance, 8)
-    assert not any(trial.system_attrs for trial in study.trials)

@@ -42,15 +42,6 @@ encryption = { key = "aws-kms:alias/key" }
 """
 
 
-def test_tables_of_a_site_have_one_order(tmp_path: Path):
-    """Or a node would be replaced because a file was written in another."""
-    path = tmp_path / "fed.toml"
-    path.write_text(TEXT)
-    plan = spec.load(path)
-    assert list(plan.settings["site-a"]) == ["data", "compute", "policy"]
-    assert plan.settings["site-a"]["policy"] == {"privacy": "none"}
-
-
 def test_a_link_means_the_same_deployment(tmp_path: Path):
     """Job and folder are beside the file, and not beside the link."""
     (tmp_path / "here").mkdir()
@@ -61,19 +52,6 @@ def test_a_link_means_the_same_deployment(tmp_path: Path):
     plan = spec.load(link)
     assert plan.folder == tmp_path / "here" / "deployments" / "fed"
     assert plan.job == tmp_path / "here" / "job.toml"
-
-
-def test_paths_are_shown_without_detours(tmp_path: Path):
-    """But a folder that is a link stays one: what uses it refuses links."""
-    (tmp_path / "here").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "runs").symlink_to(tmp_path / "elsewhere")
-    path = tmp_path / "here" / "fed.toml"
-    words = 'job = "../job.toml"\nfolder = "../runs"'
-    path.write_text(TEXT.replace('job = "job.toml"', words))
-    plan = spec.load(path)
-    assert plan.folder == tmp_path / "runs"
-    assert plan.job == tmp_path / "job.toml"
 
 
 def test_a_wrong_job_is_named_by_its_file(tmp_path: Path):
@@ -100,15 +78,6 @@ def test_a_site_in_a_cluster_costs_what_is_stated(tmp_path: Path):
     prices = spending.budget_prices(plan, now=a_century_later)
     assert prices["site-site-a"] == 1.5
     assert not site.is_movable
-
-
-def test_another_namespace_is_another_service(tmp_path: Path):
-    """So what runs in the one before is found, and no second site is started."""
-    path = tmp_path / "fed.toml"
-    path.write_text(CLUSTER)
-    before = spec.load(path).file.sites[0].pool
-    path.write_text(CLUSTER.replace('namespace = "n"', 'namespace = "m"'))
-    assert spec.load(path).file.sites[0].pool != before
 
 
 def test_terraform_prints_what_the_example_needs():

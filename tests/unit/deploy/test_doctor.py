@@ -1,9 +1,6 @@
 """What keeps a machine from taking part."""
 
 import os
-import sys
-import types
-import warnings
 from pathlib import Path
 
 import pytest
@@ -38,19 +35,6 @@ def secret(tmp_path: Path) -> Path:
     return path
 
 
-def test_this_machine_is_well(tmp_path: Path, secret: Path):
-    """Every line is there, and nothing is left behind."""
-    before = sorted(tmp_path.iterdir())
-    checks = doctor.examine(
-        key=secret, roster_file=None, runs=tmp_path / "a/b", clock=SystemClock()
-    )
-    names = {check.name for check in checks}
-    assert {"python", "torch", "cryptography", "cuda", "key", "clock"} <= names
-    assert {"runs folder", "space"} <= names
-    assert "problem" not in states(checks)
-    assert sorted(tmp_path.iterdir()) == before
-
-
 def test_missing_and_old_packages_are_problems():
     """Each with the command that mends it."""
     texts = ["numpy>=1.0", "scipy==0.6.*", "no-such-package", 'mlx; extra == "x"']
@@ -64,46 +48,6 @@ def test_missing_and_old_packages_are_problems():
     missing = checks["it is not installed"]
     assert missing.status == "problem"
     assert missing.advice.endswith("'no-such-package'")
-
-
-def test_source_without_installation_is_a_warning():
-    """Its requirements are not known then."""
-    assert states(list(doctor.check_packages(None))) == ["ok", "warning"]
-
-
-def fake_torch(monkeypatch: pytest.MonkeyPatch, count: int, warning: str = ""):
-    def device_count() -> int:
-        if warning:
-            warnings.warn(warning, stacklevel=1)
-        return count
-
-    cuda = types.SimpleNamespace(
-        device_count=device_count, get_device_name=lambda at: f"GPU {at}"
-    )
-    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
-
-
-def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch):
-    """By name; none is no fault."""
-    fake_torch(monkeypatch, 2)
-    assert [c.found for c in doctor.check_torch()] == ["GPU 0, GPU 1"]
-    fake_torch(monkeypatch, 0)
-    (check,) = doctor.check_torch()
-    assert (check.status, check.found[:5]) == ("ok", "none:")
-
-
-def test_broken_driver_is_a_warning(monkeypatch: pytest.MonkeyPatch):
-    """In torch's own words, on one line."""
-    fake_torch(monkeypatch, 0, "the driver is\ntoo old")
-    (check,) = doctor.check_torch()
-    assert (check.status, check.found) == ("warning", "the driver is too old")
-
-
-def test_torch_that_cannot_be_loaded_is_a_problem(monkeypatch: pytest.MonkeyPatch):
-    """None in its place is Python's word for that."""
-    monkeypatch.setitem(sys.modules, "torch", None)
-    (check,) = doctor.check_torch()
-    assert (check.name, check.status) == ("torch", "problem")
 
 
 def test_encrypted_key_of_mode_0600_is_well(secret: Path):
@@ -205,29 +149,6 @@ def test_key_is_looked_up_in_the_roster(tmp_path: Path, key: Path):
         key=key, roster_file=path, runs=tmp_path, clock=SystemClock()
     )
     assert [c.status for c in checks if c.name == "trust"] == ["problem"]
-
-
-def test_runs_folder_that_cannot_be_written_is_a_problem(tmp_path: Path):
-    """A file on the way to it, for example."""
-    taken = tmp_path / "taken"
-    taken.write_text("mine")
-    (check,) = doctor.check_folder("runs folder", taken / "runs", otherwise="go")
-    assert (check.name, check.status) == ("runs folder", "problem")
-    assert check.advice == "make it writable for this user, or go"
-
-
-@pytest.mark.parametrize(
-    ("free", "status"), [(2 << 30, "ok"), (1 << 29, "warning"), (1 << 20, "problem")]
-)
-def test_little_space_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, status: str
-):
-    """Below 1 GiB a warning, below 64 MiB a problem."""
-    usage = types.SimpleNamespace(free=free)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)  # type: ignore[attr-defined]
-    assert states(
-        list(doctor.check_folder("runs folder", tmp_path, otherwise="go"))
-    ) == ["ok", status]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Whether an aggregator can serve: what is said of what is wrong."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from cloud_adapters.nginx import config as proxy
 from deploy.aggregator_host import enrolment_operator, host_secrets
 from deploy.doctor import aggregator as doctor_aggregator
 from deploy.doctor.checks import Check
-from federation import folder_lock
 
 DAY = 86400.0
 
@@ -52,24 +50,6 @@ def test_sound_aggregator_has_no_problem(federation: Federation):
     assert found["certificate"].found == "the server's certificate is valid for 90 days"
     assert "is free" in found["service"].found
     assert "refused" in found["exchange"].found
-
-
-def test_aggregator_without_sites_has_no_problem(federation: Federation):
-    """Its roster is a draft until the first has enrolled."""
-    pytest.importorskip("flwr")
-    found = examined(federation)
-    assert not problems(federation)
-    assert found["roster"].status == "warning"
-    assert "pins no site yet" in found["roster"].found
-
-
-def test_port_that_another_has(federation: Federation):
-    """Unless it is the service's own."""
-    with socket.create_server((LOOPBACK, 0)) as server:
-        write(federation, f'listen = "{LOOPBACK}:{server.getsockname()[1]}"\n')
-        assert "service" in problems(federation)
-        with folder_lock.hold(federation.config.lock, "taken"):
-            assert "is running" in examined(federation)["service"].found
 
 
 def test_older_book_is_a_problem(federation: Federation):

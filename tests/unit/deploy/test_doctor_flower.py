@@ -34,26 +34,3 @@ def test_minor_version_is_in_the_range(
     assert found.status == status
     assert sorted(re.findall(r"[\d.]+", found.found)) == sorted(numbers)
     assert "crossfed[flower]" in found.advice or status == "ok"
-
-
-def test_flower_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
-    """It comes with an extra."""
-
-    def missing(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", missing)
-    found = check_flower()
-    assert (found.status, found.found) == ("problem", "it is not installed")
-    assert "pip install 'crossfed[flower]'" in found.advice
-
-
-def test_crossfed_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
-    """In a checkout without an environment nothing says which versions work."""
-
-    def missing(name: str) -> list[str]:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", lambda _: "1.30.0")
-    monkeypatch.setattr(metadata, "requires", missing)
-    assert check_flower().status == "ok"

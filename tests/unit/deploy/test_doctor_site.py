@@ -97,15 +97,6 @@ def test_key_that_the_roster_does_not_pin(federation: Federation):
     assert examined(federation)["trust"].status == "problem"
 
 
-def test_configuration_that_is_none(federation: Federation):
-    """Nothing else is looked at."""
-    path = federation.folder / "site-a" / "site.toml"
-    path.write_text('name = "site-a"\ncolour = "red"\n')
-    found = examined(federation)
-    assert list(found) == ["site"]
-    assert "colour: unknown key" in found["site"].found
-
-
 def data_is(federation: Federation, table: str) -> Check:
     """What is said of a source of data."""
     path = federation.folder / "site-a" / "site.toml"
@@ -129,12 +120,6 @@ def test_data_that_is_missing(federation: Federation, table: str, text: str):
     found = data_is(federation, table)
     assert found.status == "problem"
     assert text in found.found
-
-
-def test_data_is_counted(federation: Federation):
-    found = data_is(federation, 'source = "support.small_jobs:blobs"')
-    assert found.found == "60 records to train on, 12 held out"
-    assert data_is(federation, "").status == "warning"
 
 
 @pytest.mark.parametrize("kind", ["", "none", "own", "public", "pooled"])

@@ -29,18 +29,6 @@ authority = "ca.crt"
 """
 
 
-def test_default_is_no_store(tmp_path: Path):
-    """A message is large above 64 MiB, and then an error."""
-    path = tmp_path / "aggregator.toml"
-    path.write_text("")
-    spec = aggregator_file.load(path).file.exchange
-    assert spec == ExchangeSpec()
-    with exchange.opened(spec, tmp_path / "scratch") as frames:
-        assert frames.threshold_bytes == 64 << 20
-        assert frames.send(toy.task()).references == ()
-    assert not (tmp_path / "scratch").exists()
-
-
 @pytest.mark.parametrize(
     "url",
     ["/folder", "file://relative", "memory://", "ftp://host/x", "s3://UPPER", "s3://"],
@@ -87,20 +75,6 @@ def test_scratch_folder_goes_with_the_agent(tmp_path: Path):
         assert wire.encode_bytes(found) == wire.encode_bytes(update)
         assert (tmp_path / "scratch").is_dir()
     assert not (tmp_path / "scratch").exists()
-
-
-def test_scratch_folder_may_be_another(tmp_path: Path):
-    """One that others use, too: it stays."""
-    (tmp_path / "fast").mkdir()
-    place = str(tmp_path / "fast")
-    spec = ExchangeSpec(url=f"file://{tmp_path}/store", threshold_mb=1, scratch=place)
-    update = toy.update(delta_d=np.zeros(1 << 19, dtype=np.float32))
-    with exchange.opened(spec, tmp_path / "scratch") as frames:
-        packed = frames.send(update)
-        sizes = Sizes(num_floats=1 << 19, num_integers=0)
-        frames.receive(wire.decode(packed.frame), packed.references, sizes)
-        assert not (tmp_path / "scratch").exists()
-    assert list((tmp_path / "fast").iterdir()) == []
 
 
 def test_objects_may_be_encrypted(tmp_path: Path):

@@ -49,27 +49,3 @@ def test_a_search_without_a_result_fails(job: str, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["rate"] is None
     assert main(words) == FAILED
     assert "falls at no rate" in capsys.readouterr().out
-
-
-def test_larger_steps_of_later_rounds_are_named(
-    job: str, capsys: pytest.CaptureFixture[str]
-):
-    """The search takes those of round 1, as a run begins; one step has 16 records."""
-    words = ["find-rate", job, "--steps", "5", "--set", "rounds=9"]
-    words += ["--set", "training.accumulate=2"]
-    assert main([*words, "--json"]) in {DONE, FAILED}
-    alike = json.loads(capsys.readouterr().out)
-    words += ["--set", "training.accumulate_from=[[4, 8], [7, 1]]"]
-    assert main([*words, "--json"]) in {DONE, FAILED}
-    found = json.loads(capsys.readouterr().out)
-    assert (found["batch_size"], found["losses"]) == (16, alike["losses"])
-    assert found["later_batch_sizes"] == [[4, 64], [7, 8]]
-    main(words)
-    said = capsys.readouterr().out
-    assert "job has 16\nfrom round 4 on a step has 64\n" in said
-    assert "that of round 1's steps" in said
-
-
-def test_a_site_must_be_one_of_the_job(job: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["find-rate", job, "--site", "c"]) == 2
-    assert "sites are a, b" in capsys.readouterr().err

@@ -4,11 +4,8 @@ import fcntl
 import os
 from pathlib import Path
 
-import pytest
-
 from federation import folder_lock
 from federation.clock import SystemClock
-from federation.errors import StoreUnavailable
 
 
 class Passer(SystemClock):
@@ -36,13 +33,3 @@ def test_a_look_in_passing_is_waited_for(tmp_path: Path) -> None:
     finally:
         os.close(ours)
         os.close(other)
-
-
-def test_lock_that_cannot_be_made_says_what_to_do(tmp_path: Path) -> None:
-    """Whoever begins a service there is not shown a traceback."""
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(StoreUnavailable, match="this user can write"),
-        folder_lock.hold(tmp_path / "file" / ".lock", "taken"),
-    ):
-        pass

@@ -6,7 +6,6 @@ Enforced by the fake of Cloud Storage, with the conditions evaluated as IAM does
 import json
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 from support import gcs_iam, gcs_stores, key_services
@@ -140,19 +139,6 @@ def test_places_are_prefixes(url: str, capsys: pytest.CaptureFixture[str]):
     """A whole bucket is no least privilege."""
     assert main(["condition", url]) == 2
     assert capsys.readouterr().err
-
-
-def test_command_prints_what_gcloud_takes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
-    """JSON with the fields of a role, and of a condition."""
-    assert main(["role", "write"]) == 0
-    names = {"title", "description", "stage", "includedPermissions"}
-    assert set(json.loads(capsys.readouterr().out)) == names
-    assert main(["condition", OWN]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert set(said) == {"title", "description", "expression"}
-    assert '"projects/_/buckets/runs/objects/sites/a/"' in said["expression"]
 
 
 KEY = "projects/p-1/locations/europe-west4/keyRings/ring/cryptoKeys/runs"

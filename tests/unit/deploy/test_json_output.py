@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import warnings
 from collections.abc import Iterator
 from io import StringIO
@@ -18,8 +17,6 @@ from deploy.aggregator_host import run_queue
 from deploy.cli import commands, terminal
 from federation.event_log import EventWriter
 from monitoring.runs.run_folder import RunFolder
-from monitoring.terminal.live import picture
-from monitoring.views.run_fold import fold
 
 TESTS = Path(__file__).parents[2]
 AT = "--aggregator aggregator/aggregator.toml"
@@ -151,21 +148,6 @@ def test_the_named_test_asks_for_json():
         assert all(f'"{word}"' in text for word in ["--json", *verb.split()]), verb
 
 
-COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[;m]")
-
-
-@pytest.mark.parametrize("no_color", ["1", ""])
-def test_no_color_is_honoured(no_color: str, monkeypatch: pytest.MonkeyPatch):
-    """By the picture of a run, which has colours on a terminal otherwise."""
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("NO_COLOR", no_color)
-    shown = StringIO()
-    console = Console(file=shown, force_terminal=True, width=120)
-    view = fold(event_samples.troubled())
-    console.print(picture(view, console, now=view.first_started_at + 60))
-    assert bool(COLOUR.search(shown.getvalue())) is not bool(no_color)
-
-
 def test_the_name_of_a_run_stays_in_one_line(monkeypatch: pytest.MonkeyPatch):
     """On a narrow terminal, too, so that it can be copied."""
     shown = StringIO()
@@ -175,10 +157,3 @@ def test_the_name_of_a_run_stays_in_one_line(monkeypatch: pytest.MonkeyPatch):
     row = (name, "my-federation", "completed", f"runs/{name}")
     terminal.say_table(("run", "job", "status", "folder"), [row])
     assert name in shown.getvalue().splitlines()[1]
-
-
-def test_a_table_in_a_pipe_has_no_colours(capsys: pytest.CaptureFixture[str]):
-    terminal.say_table(("run", "status"), [("one", "[red]completed")])
-    out = capsys.readouterr().out
-    assert "[red]completed" in out
-    assert "\x1b" not in out

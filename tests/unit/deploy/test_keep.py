@@ -28,7 +28,7 @@ from deploy.fleet.loop import NodeRequest
 from deploy.fleet.preflight import check_budget, check_start_budget
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, NodeRole, labels
 from deploy.fleet.spending import MachineCost, Spending, observed
-from deploy.fleet.state import Deployment, PoolPlace
+from deploy.fleet.state import Deployment
 from deploy.fleet.supervisor import Keeper, Restore, TakenDown
 from federation import folder_lock
 from federation.clock import SystemClock, VirtualClock
@@ -206,26 +206,6 @@ def test_a_run_that_is_taken_down_while_it_pauses_is_not_resumed(
         kept = keeper(deployment, told, restore=restore)
     with pytest.raises(TakenDown, match="has ended kept"):
         kept.resume()
-
-
-def test_a_rest_that_starts_no_machine_ends_a_deployment_that_has_none(
-    tmp_path: Path, told: list[str]
-):
-    """Machines end by themselves when the budget is spent, or a little before."""
-    more = "max_dollars = 1.0\n[aggregator]\ndollars_per_hour = 3.6"
-    plan, now = written(tmp_path, more), SystemClock().now()
-    ended = {"state": NodeState.GONE, "launched": now - 1e4}
-    with opened(plan) as deployment:
-        kept = keeper(deployment, told, hourly=3.6)
-    kept.look([node(ended=now - 1e4 + 900.0, **ended)])
-    with pytest.raises(ComputeError, match=r"the budget is spent: \$0\.95 of"):
-        kept.look([node(ended=now - 1e4 + 950.0, **ended)])
-    works = node(id="b", launched=now)
-    gone = node(ended=now - 1e4 + 950.0, **ended)
-    again = keeper(deployment, told, hourly=3.6)
-    again._is_within_limits([gone, works])
-    with pytest.raises(ComputeError, match="the budget is spent"):
-        again._is_within_limits([gone, replace(works, state=NodeState.GONE)])
 
 
 @pytest.mark.slow  # It starts a node.
@@ -741,17 +721,3 @@ def test_a_full_disk_keeps_no_machine_of_a_cloud(tmp_path: Path, told: list[str]
     with pytest.raises(StoreUnavailable, match="No space left"):
         down.take_down(deployment, any_owner=False, tell=told.append)
     assert asked.answers < 9
-
-
-def test_what_has_not_changed_is_not_noted_again(tmp_path: Path, told: list[str]):
-    """A full disk is no reason for an error after everything has ended."""
-    with opened(written(tmp_path)) as deployment:
-        record = deployment.plan.folder / "deployment.json"
-        before = record.stat().st_ino
-        assert down.take_down(deployment, any_owner=False, tell=told.append) == 0
-        assert record.stat().st_ino == before
-        place = PoolPlace(pool="x", provider="aws", region="", project="", endpoint="")
-        deployment._write({"x": place})
-        record.with_name(f".{record.name}.tmp").mkdir()  # Nothing can be written.
-        with pytest.raises(StoreUnavailable, match="could not be noted"):
-            down.take_down(deployment, any_owner=False, tell=told.append)

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from deploy.aggregator_host import log_files
 
 
@@ -29,26 +27,3 @@ def test_a_log_and_one_before_it_are_all_that_there_is(tmp_path: Path):
         "nginx.log.1",
     ]
     assert (tmp_path / "nginx.log.1").read_bytes() == b"4" * 10
-
-
-def test_short_logs_and_other_files_are_left_alone(tmp_path: Path):
-    """Such as the configuration, which is beside them."""
-    (tmp_path / "nginx.log").write_bytes(b"x" * 10)
-    (tmp_path / "nginx.conf").write_bytes(b"x" * 100)
-    log_files.bound([tmp_path, tmp_path / "missing"], most=10)
-    assert (tmp_path / "nginx.log").read_bytes() == b"x" * 10
-    assert (tmp_path / "nginx.conf").read_bytes() == b"x" * 100
-
-
-def test_full_disk_costs_old_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """And not the bound."""
-    (tmp_path / "nginx.log").write_bytes(b"x" * 10)
-    (tmp_path / "nginx.log.1").write_bytes(b"y")
-
-    def fill(*_: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(log_files.shutil, "copyfile", fill)  # type: ignore[attr-defined]
-    log_files.bound([tmp_path], most=9)
-    assert not (tmp_path / "nginx.log").read_bytes()
-    assert not (tmp_path / "nginx.log.1").exists()

@@ -24,21 +24,6 @@ def test_an_example_has_job_code_page_and_test(example: str):
     assert len(names) == len(set(names))
 
 
-def test_a_copy_is_what_the_wheel_has(tmp_path: Path):
-    assert run("--from", "tabular", tmp_path / "risk") == 0
-    files = {
-        path.name: path.read_text("utf-8") for path in (tmp_path / "risk").iterdir()
-    }
-    assert files == project_files("tabular", "risk")
-
-
-def test_examples_are_listed(capsys: pytest.CaptureFixture[str]):
-    assert run("--list") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == example_names()
-    assert all(len(line.split()) > 2 for line in lines)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

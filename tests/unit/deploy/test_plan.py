@@ -1,6 +1,5 @@
 """What a deployment's run will send, take and cost, and what else one could do."""
 
-import re
 import tomllib
 from argparse import Namespace
 from dataclasses import replace
@@ -14,7 +13,7 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from deploy.cli import job_check, terminal
-from deploy.fleet import forecast, plan, plan_prices, preflight, prices, spec
+from deploy.fleet import forecast, plan, plan_prices, prices
 from deploy.fleet.machine_spec import CloudMachine, SiteMachine
 from deploy.fleet.spec import DeploymentFile, StartSpec
 from deploy.wiring import parts
@@ -62,16 +61,6 @@ def test_speeds_of_a_run_are_those_that_its_machines_had():
     assert view.finished is not None
     predicted = cost.of_run(traffic, speeds).seconds
     assert predicted == pytest.approx(view.finished.seconds, rel=0.02)
-
-
-def test_a_run_of_one_round_tells_no_speeds():
-    """Its only round has work that no other has."""
-    job = virtual_job(rounds=1)
-    traffic = SIZES(parts.build_federation(job))
-    assert traffic is not None
-    with pytest.raises(JobError, match="two rounds or more") as caught:
-        forecast.measured_speeds(view_of(job), traffic)
-    assert caught.value.key == "--like"
 
 
 def test_alternatives_are_predicted_as_jobs_of_their_own():
@@ -124,20 +113,7 @@ def test_half_the_rounds_train_on_as_many_examples():
     assert not any("rounds" in one.changes for one in found)
 
 
-def test_alternatives_that_a_job_forbids_are_not_offered():
-    """An odd number of rounds has no half, and no codec works on secure sums."""
-    job = small_job(num_sites=3, rounds=3, **SECURE)
-    found = plan.alternatives(parts.build_federation(job), None, SIZES)
-    assert [one.name for one in found] == [
-        "as it is",
-        "secure sums in 16 bits",
-        "no evaluation until the end",
-    ]
-    assert all(one.cost is None for one in found)
-
-
 TABLE = prices.load(None, today=date(2026, 6, 20), warn=pytest.fail)
-SECURE = {"privacy": {"secure_aggregation": {"enabled": True, "max_examples": 1000}}}
 
 
 def test_prices_are_those_of_the_deployment():
@@ -244,29 +220,6 @@ def test_a_gateway_a_disk_and_the_installation_are_part_of_the_price():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("spot = 1.804", "spot = 18.04", r"machines\[5\].spot: 18.04 is more than"),
-        ("on_demand = 55.04", "on_demand = 5504", r"machines\[0\].on_demand"),
-        ("dollars = 0.09", "dollars = 9", r"egress\[0\].tiers\[1\].dollars"),
-        ("up_to = 10_240.0, dollars = 0.09", "up_to = 1, dollars = 0.09", "must rise"),
-        ("{ dollars = 0.05 }", "{ up_to = 9e9, dollars = 0.05 }", "must rise"),
-        ('as_of = "2026-06-17"', 'as_of = "June"', "as_of: 'June' is not a day"),
-    ],
-)
-def test_slips_in_a_price_table_are_named(
-    tmp_path: Path, old: str, new: str, message: str
-):
-    """A decimal point in the wrong place would make a plan worthless."""
-    text = prices.PACKAGED.read_text()
-    assert old in text
-    path = tmp_path / "prices.toml"
-    path.write_text(text.replace(old, new, 1))
-    with pytest.raises(JobError, match=message):
-        prices.load(path, today=date(2026, 6, 20), warn=print)
-
-
-@pytest.mark.parametrize(
     ("gigabytes", "before", "dollars"),
     [
         (10.0, None, 0.09),  # Nobody knows the month: nothing is free.
@@ -284,14 +237,6 @@ def test_traffic_goes_through_a_month_s_tiers(
     """As it would on a bill, on top of what has left before."""
     found = TABLE.per_gigabyte("aws", gigabytes, before=before)
     assert found == pytest.approx(dollars)
-
-
-def test_few_secret_sites_are_told_what_a_leave_costs():
-    """More can spare one."""
-    for num_sites, is_told in ((3, True), (4, False)):
-        job = small_job(num_sites=num_sites, **SECURE)
-        assert bool([*preflight.notices(job)]) == is_told
-    assert not [*preflight.notices(small_job(num_sites=2))]
 
 
 def test_what_stays_in_a_bucket_costs_by_the_month():
@@ -329,15 +274,6 @@ def test_a_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert "site-packages" not in capsys.readouterr().err
 
 
-def test_old_prices_are_told():
-    told: list[str] = []
-    prices.load(None, today=date(2026, 9, 15), warn=told.append)
-    assert told == []
-    prices.load(None, today=date(2026, 9, 16), warn=told.append)
-    assert len(told) == 1
-    assert "are 91 days old" in told[0]
-
-
 def test_prices_of_a_day_to_come_are_not_new(tmp_path: Path):
     """Nobody knows their age: a slip, or a clock that is behind."""
     text = prices.PACKAGED.read_text()
@@ -373,54 +309,6 @@ def test_a_second_price_of_the_same_is_refused(tmp_path: Path, name: str, row: s
     message = rf"{name}\[{last}\]: gcp.* {name}\[{last - 1}\] already"
     with pytest.raises(JobError, match=message):
         prices.load(path, today=date(2026, 6, 20), warn=print)
-
-
-def test_without_a_price_time_and_bytes_are_planned(tmp_path: Path):
-    """Dollars are unknown, not nothing; and the key that states the price is named."""
-    job = virtual_job()
-    federation = parts.build_federation(job)
-    speeds = cost.machine_speeds(job.simulation.machines)
-    site = cloud("aws", "us-east-1", "m7i.metal-24xl", market="spot")
-    file = DeploymentFile(name="x", job="j", sites=(site,))
-    traffic, missing = SIZES(federation), list[str]()
-    assert traffic is not None
-    priced = plan_prices.with_prices(
-        speeds, file, TABLE, traffic=traffic, missing=missing
-    )
-    (line,) = missing
-    assert "price of a spot m7i.metal-24xl" in line
-    assert line.endswith("or state sites[0].dollars_per_hour")
-    ways = plan.alternatives(federation, priced, SIZES)
-    one = plan.document(ways[0])
-    assert one["dollars"]["machines"] is None
-    assert one["dollars"]["traffic up"] > 0
-    assert one["seconds"] > 0
-    _, rows = plan.table(ways)
-    assert {row[3] for row in rows} == {"unknown"}
-    assert any("machines unknown" in x for x in plan.lines("x", ways, priced))
-
-
-def test_machines_of_the_examples_have_prices():
-    """In the market that the file names: their plan is the first that a user sees."""
-    root = Path(__file__).parents[3]
-    files = [root / "deploy" / "examples" / "two-clouds.toml"]
-    for path in files:
-        file = spec.load(path).file
-        assert file.has_clouds
-        for site in file.sites:
-            assert plan_prices._hourly(site, file, TABLE, plan_prices.PriceTerms()) > 0
-            both = [plan_prices.PriceTerms(spot=spot) for spot in (True, False)]
-            spot, demand = (plan_prices._hourly(site, file, TABLE, x) for x in both)
-            assert spot < demand
-    text = "".join(
-        (root / "docs" / "howto" / name).read_text()
-        for name in ("two-clouds.md", "one-command.md")
-    )
-    # Attached GPUs cost besides: their price has to be stated.
-    kinds = set(re.findall(r'^type = "([^"]+)"\n(?!accel)', text, re.MULTILINE))
-    assert len(kinds) >= 2
-    known = {row.machine: row.spot for row in TABLE.machines}
-    assert {kind for kind in kinds if not known.get(kind)} == set()
 
 
 def test_a_bucket_is_part_of_what_a_run_costs():

@@ -35,22 +35,3 @@ def test_port_that_becomes_free_is_waited_for():
         ending.start()
         ports.await_free(ports.LOOPBACK, port, advice="", clock=SystemClock())
     ending.join()
-
-
-def test_port_that_was_just_used_is_free():
-    """Connections that wait out their time are no server."""
-    with socket.create_server((ports.LOOPBACK, 0)) as server:
-        port = server.getsockname()[1]
-        with socket.create_connection((ports.LOOPBACK, port)):
-            server.accept()[0].close()
-    clock = VirtualClock(0.0)
-    ports.await_free(ports.LOOPBACK, port, advice="", clock=clock)
-
-
-@pytest.mark.parametrize("host", ["192.0.2.1", "nowhere.invalid"])
-def test_address_of_another_machine(host: str):
-    """A name that nobody knows needs no waiting."""
-    with pytest.raises(PortTaken, match=f"cannot listen on {host}:1024"):
-        ports.await_free(
-            host, 1024, advice="", clock=VirtualClock(0.0), patience_seconds=1.0
-        )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud_adapters.nginx import config as proxy, processes as proxy_processes
+from cloud_adapters.nginx import config as proxy
 from cloud_adapters.nginx.config import ProxySettings, config_text
 from federation.errors import JobError
 
@@ -48,14 +48,6 @@ def test_bad_address_is_refused(listen: str):
     """Nginx itself would say so with a line number of a file that nobody wrote."""
     with pytest.raises(JobError):
         config_text(_settings(listen=listen))
-
-
-def test_reload_where_nothing_runs(tmp_path: Path):
-    """No pid, no number, no such process, or another program's: no signal is sent."""
-    assert not proxy_processes.reload(tmp_path)
-    for text in ("", "nginx", "999999999", "1"):
-        (tmp_path / proxy.PID_FILE).write_text(text)
-        assert not proxy_processes.reload(tmp_path)
 
 
 def test_missing_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

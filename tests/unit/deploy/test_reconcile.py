@@ -26,13 +26,6 @@ def node(
     )
 
 
-def test_a_node_that_fits_is_kept():
-    """Whether it has started yet or not."""
-    for state in (NodeState.STARTING, NodeState.RUNNING):
-        found = decide(ROLE, [node(1, state)], 1)
-        assert found == Decision(role=ROLE, node=node(1, state), number=1)
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from("ab"), st.integers(1, 3), st.sampled_from(NodeState)),
@@ -52,18 +45,6 @@ def test_of_two_folders_one_keeps_the_name(found: list[tuple[str, int, NodeState
             reconcile.check_first(nodes, owner, "fed")
             stay.add(owner)
     assert len(stay) == min(1, len(alive))
-
-
-def test_who_was_first_is_named():
-    """By the node, which may be looked at."""
-    nodes = [node(2, NodeState.RUNNING), node(1, NodeState.STARTING, owner="other")]
-    with pytest.raises(ComputeError, match=r"was first: site-a \(site-a-1\)"):
-        reconcile.check_first(nodes, "o", "fed")
-    reconcile.check_first(nodes, "other", "fed")
-
-
-def test_the_first_launch_has_number_one():
-    assert decide(ROLE, [], 0) == Decision(role=ROLE, node=None, number=1)
 
 
 def test_a_launch_whose_outcome_nobody_knows_is_repeated():
@@ -88,12 +69,6 @@ def test_a_node_with_other_settings_is_replaced():
     other = node(1, NodeState.RUNNING, role=replace(ROLE, settings="s0"))
     found = decide(ROLE, [other], 1)
     assert found == Decision(role=ROLE, node=None, number=2, end=(other,))
-
-
-def test_of_several_nodes_the_newest_stays():
-    two = [node(1, NodeState.RUNNING), node(2, NodeState.RUNNING)]
-    found = decide(ROLE, two, 2)
-    assert found == Decision(role=ROLE, node=two[1], number=2, end=(two[0],))
 
 
 def test_nodes_of_other_roles_are_left_alone():

@@ -77,12 +77,3 @@ def test_sites_keep_what_they_decide(tmp_path: Path):
         },
         "site-b": {"data": {"source": "x:y"}},
     }
-
-
-def test_its_folder_is_that_of_no_other_deployment(tmp_path: Path):
-    """What it spends is in no other ledger, and `down --purge` deletes no other run."""
-    plan = load(tmp_path)
-    found = spec.on_this_host(plan).folder
-    assert found != plan.folder
-    plan.path.write_text(TEXT.replace('name = "fed"', 'name = "fed-local"'))
-    assert spec.load(plan.path).folder != found

@@ -6,15 +6,6 @@ from privacy.membership import releases
 
 
 @pytest.mark.parametrize(
-    ("version", "expected"),
-    [("2.13.0+cpu", (2, 13)), ("2.13rc1", (2, 13)), ("50", (50,)), ("x", ())],
-)
-def test_versions_are_numbers(version: str, expected: tuple[int, ...]):
-    """2.10 is newer than 2.9."""
-    assert releases.numbers(version) == expected
-
-
-@pytest.mark.parametrize(
     ("here", "there", "expected"),
     [
         ("0.9", "0.10.1", "upgrade the site (pip"),

@@ -33,17 +33,3 @@ def test_summary_is_that_of_all_events(tmp_path: Path, stop: int) -> None:
     assert row["loss"] == view.last_evaluated.pooled.loss
     assert row["is_noisy"]
     assert row["status"] == ("completed" if stop == 1000 else "interrupted")
-
-
-def test_unchanged_log_is_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A page lists many runs again and again."""
-    run, events = RunFolder(tmp_path), event_samples.run(Script(rounds=4))
-    _write(run, events[:20])
-    before = run_list.summary(run)
-    with monkeypatch.context() as patch:
-        patch.delattr(RunFolder, "view")
-        assert run_list.summary(run) == before
-    _write(run, events[20:])
-    assert run_list.summary(run)["status"] == "completed"

@@ -13,7 +13,6 @@ from deploy.fleet import forecast
 from deploy.fleet.forecast import RunForecast
 from deploy.wiring import parts
 from federation.clock import VirtualClock
-from federation.errors import CorruptObject
 from federation.events import Event
 from federation.rounds import cost
 from federation.rounds.cost import Speeds
@@ -80,26 +79,6 @@ def test_time_bytes_and_dollars_are_compared(ran: tuple[RunPlan, RunView, Speeds
     )
 
 
-def test_a_longer_first_round_is_not_spread_over_the_others(
-    ran: tuple[RunPlan, RunView, Speeds],
-):
-    """Nor forgotten: it is predicted once, and so is the set-up."""
-    _, view, _ = ran
-    first, *later = view.rounds
-    longer = replace(first, started_at=first.started_at - 24.0)
-    slow = replace(view, rounds=(longer, *later), seconds=view.seconds + 24.0)
-    job = small_job(num_sites=2, rounds=4)
-    traffic = SIZES(parts.build_federation(job))
-    assert traffic is not None
-    submitted = slow.first_started_at - 7.0
-    speeds = forecast.measured_speeds(slow, traffic, submitted=submitted)
-    assert speeds.first_round_seconds == pytest.approx(24.0, abs=0.2)
-    assert speeds.setup_seconds == pytest.approx(7.0)
-    found = cost.of_run(traffic, speeds)
-    assert found.seconds == pytest.approx(slow.seconds + 7.0, rel=0.02)
-    assert sum(found.phases.values()) == found.seconds
-
-
 @pytest.mark.slow
 def test_a_plan_is_kept_and_shown(ran: tuple[RunPlan, RunView, Speeds], tmp_path: Path):
     """In the run's folder; its page has every row."""
@@ -110,13 +89,6 @@ def test_a_plan_is_kept_and_shown(ran: tuple[RunPlan, RunView, Speeds], tmp_path
     for row in run_plan.rows(plan, view):
         assert f"{row.what}</td>" in page
     assert "Predicted and actual" in page
-
-
-def test_a_damaged_plan_is_named(tmp_path: Path):
-    """With what to do."""
-    (tmp_path / run_plan.NAME).write_text("{}")
-    with pytest.raises(CorruptObject, match=r"plan.json.*remove it"):
-        run_plan.read(tmp_path)
 
 
 def test_a_run_without_a_plan_shows_what_it_predicted_itself(

@@ -16,11 +16,9 @@ from deploy.aggregator_host.run_queue import (
     FolderInUse,
     GiveUp,
     Outcome,
-    QueuedRun,
 )
 from federation import folder_lock
 from federation.errors import (
-    BudgetExceeded,
     CheckpointMismatch,
     CorruptObject,
     FederationError,
@@ -29,8 +27,8 @@ from federation.errors import (
     StoreUnavailable,
     is_full,
 )
-from federation.event_log import EventWriter, to_line
-from federation.events import RoundFinished, RunFinished, RunStarted, SitesLeftOut
+from federation.event_log import to_line
+from federation.events import RoundFinished, RunFinished, RunStarted
 from monitoring.runs.run_folder import REQUEST, RunFolder
 
 RUNNING = FlowerRun(is_over=False, status="running")
@@ -224,28 +222,6 @@ def test_run_that_is_stopped_before_it_begins_is_over(
     assert run_queue.read(run).outcome.code == 130
 
 
-def test_run_that_is_stopped_later_ends_itself(tmp_path: Path):
-    """After the round that it is in: nobody else ends it."""
-    run = handed(tmp_path, "a", 1.0)
-    started(tmp_path, 7, fruitless=1)
-    finish_rounds(run, 1)
-    run_queue.ask_to_stop(run, at=0.0)
-    assert not [*run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: RUNNING})]
-
-
-def test_ended_runs_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The service looks every second: events of old runs are left alone."""
-    run = handed(tmp_path, "a", 1.0)
-    started(tmp_path, 7, fruitless=1)
-    run_queue.leave_outcome(run, Outcome(code=0, message="completed"))
-
-    def count(_: RunFolder) -> int:
-        raise AssertionError("events were read")
-
-    monkeypatch.setattr(run_queue, "_completed_rounds", count)
-    assert not [*run_queue.decide(run_queue.handed_over(tmp_path).runs, {})]
-
-
 def test_repeated_rounds_are_no_progress(tmp_path: Path):
     """Neither in ``ps`` nor where a coordinator is judged by what it has done."""
     run = handed(tmp_path, "a", 1.0)
@@ -261,17 +237,6 @@ def test_repeated_rounds_are_no_progress(tmp_path: Path):
     (action,) = run_queue.decide([one], {7: OVER})
     assert isinstance(action, CoordinatorStart)
     assert action.fruitless == 1
-
-
-def test_rounds_of_a_damaged_record_are_counted_without_it(tmp_path: Path):
-    """A torn or damaged line ends neither the service nor ``ps``."""
-    run = handed(tmp_path, "a", 1.0)
-    finish_rounds(run, 2)
-    with run.events.open("ab") as events:
-        events.write(b'{"event": "RoundFinished", "round_index": \n')
-        events.write(b'{"event": "RoundFinished", "round')
-    (one,) = run_queue.handed_over(tmp_path).runs
-    assert one.rounds == 2
 
 
 def test_status_tells_what_a_coordinator_is_at(tmp_path: Path):
@@ -298,35 +263,6 @@ def test_status_tells_what_a_coordinator_is_at(tmp_path: Path):
         assert status() == expected
     run_queue.leave_outcome(run, Outcome(code=0, message=""))
     assert status() == "completed"
-
-
-def test_list_of_runs_has_the_notes_of_ps(tmp_path: Path):
-    """Which sites a run does without, and why it failed."""
-    run = handed(tmp_path, "a", 1.0)
-    started(tmp_path, 7, fruitless=0)
-    finish_rounds(run, 2)
-    assert runs.summary(run)["note"] == ""
-    with EventWriter(run.events) as log:
-        log(
-            SitesLeftOut(
-                at=2.0, round_index=2, sites=("gamma",), reasons=("is frozen",)
-            )
-        )
-    (one,) = run_queue.handed_over(tmp_path).runs
-    assert one.away
-    assert runs.summary(run)["note"] == f"without {', '.join(one.away)}"
-    run_queue.leave_outcome(run, Outcome(code=1, message="gamma was revoked"))
-    assert runs.summary(run)["note"] == "gamma was revoked"
-
-
-def test_errors_that_a_run_outlives():
-    """The service starts another coordinator; of any other error the run ends."""
-    full = StoreUnavailable("the disk is full")
-    full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
-    for error in (full, RunConflict("another"), KeyError("bug"), SystemExit(1)):
-        assert run_queue.goes_on(error), error
-    for error in (BudgetExceeded("spent"), StoreUnavailable("gone")):
-        assert not run_queue.goes_on(error), error
 
 
 def test_a_folder_holds_one_run(tmp_path: Path):
@@ -361,23 +297,6 @@ def test_a_damaged_run_keeps_nobody_waiting(tmp_path: Path, name: str, text: byt
     (action,) = run_queue.decide(queue.runs, {})
     assert isinstance(action, CoordinatorStart)
     assert action.handed.run == sound
-
-
-def test_a_file_that_cannot_be_read_says_so(tmp_path: Path):
-    """As one that belongs to another user, or, here, is a folder."""
-    run = handed(tmp_path, "a", 1.0)
-    (run.path / run_queue.OUTCOME).mkdir()
-    (damaged,) = run_queue.handed_over(tmp_path).damaged
-    assert "cannot read" in damaged.reason
-
-
-def test_handed_is_what_was_written(tmp_path: Path):
-    run = handed(tmp_path, "a", 1.0)
-    started(tmp_path, 2**63 + 5, fruitless=2)
-    found = run_queue.read(run)
-    assert isinstance(found, QueuedRun)
-    assert found.coordinator is not None
-    assert int(found.coordinator.flower_run) == 2**63 + 5
 
 
 def test_locks_are_seen_and_let_go(tmp_path: Path):

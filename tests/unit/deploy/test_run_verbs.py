@@ -1,8 +1,6 @@
 """Following a run that others write."""
 
 import argparse
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,11 @@ from support.small_jobs import small_job
 from cloud_adapters.flower.facts import Connected, not_connected
 from deploy.aggregator_host import config as aggregator_file, run_list, run_queue
 from deploy.cli import commands as cli, run_verbs
-from deploy.exit_codes import STOPPED
 from federation import folder_lock
 from federation.clock import VirtualClock
 from federation.errors import CorruptObject
 from federation.event_log import EventWriter, to_line
-from federation.events import ModelEvaluated, SitesLeftOut, Warned
-from federation.messages import MetricSums
+from federation.events import Warned
 from monitoring.runs.run_folder import RunFolder
 
 
@@ -106,62 +102,6 @@ def aggregator_toml(folder: Path) -> Path:
     return path
 
 
-def test_ps_shows_age_loss_and_why_a_run_failed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    path = aggregator_toml(tmp_path)
-    runs = aggregator_file.load(path).runs
-    good, bad = (RunFolder(runs / "small" / name) for name in ("good", "bad"))
-    for run in (good, bad):
-        run_queue.submit(small_job(), run, at=100.0)
-    with EventWriter(good.events) as write:
-        for loss in (2.0, 0.25):
-            write(
-                ModelEvaluated(
-                    at=1.0,
-                    round_index=1,
-                    pooled=MetricSums(count=4, loss_sum=4 * loss, metrics={}),
-                    sites=(),
-                    by_site=(),
-                    bytes_down=(),
-                    bytes_up=(),
-                )
-            )
-    run_queue.leave_outcome(bad, run_queue.Outcome(code=1, message="east was away"))
-    options = argparse.Namespace(aggregator=path, clock=VirtualClock(160.0), json=True)
-    assert run_verbs._ps(options) == 0
-    rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
-    assert (rows["good"]["age_seconds"], rows["good"]["loss"]) == (60.0, 0.25)
-    assert (rows["bad"]["loss"], rows["bad"]["reason"]) == (None, "east was away")
-    run_verbs._ps(argparse.Namespace(**{**vars(options), "json": False}))
-    said = capsys.readouterr().out
-    assert "1 min 00 s" in said
-    assert "east was away" in said
-
-
-def test_ps_names_a_site_that_a_round_waits_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """It is asked again because the quorum needs it, although it is not back."""
-    path = aggregator_toml(tmp_path)
-    run = RunFolder(aggregator_file.load(path).runs / "small" / "one")
-    run_queue.submit(small_job(), run, at=0.0)
-    away = SitesLeftOut(
-        at=1.0, round_index=1, sites=("a",), reasons=("spot",), standings=("gone",)
-    )
-    recalled = replace(away, round_index=2, sites=(), reasons=(), standings=())
-    options = argparse.Namespace(aggregator=path, clock=VirtualClock(0.0), json=True)
-    with EventWriter(run.events) as write:
-        for event, expected in (
-            (away, ["a (gone: spot)"]),
-            (recalled, ["a (round 2 waits)"]),
-        ):
-            write(event)
-            assert run_verbs._ps(options) == 0
-            (row,) = json.loads(capsys.readouterr().out)
-            assert row["without"] == expected
-
-
 @pytest.mark.parametrize("as_json", [True, False])
 def test_logs_are_lines_and_with_json_events(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool
@@ -183,33 +123,6 @@ def test_logs_are_lines_and_with_json_events(
     (line,) = capsys.readouterr().out.splitlines()
     assert "updates are scaled down" in line
     assert line.startswith("{") == as_json
-
-
-def test_logs_end_and_say_why_there_are_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Of a run that goes on, of one that waits, and of one that was refused."""
-    path = aggregator_toml(tmp_path)
-    runs = aggregator_file.load(path).runs
-    options = argparse.Namespace(
-        aggregator=path, clock=VirtualClock(0.0), json=False, follow=False
-    )
-    for name in ("first", "second", "third"):
-        run_queue.submit(small_job(), RunFolder(runs / "small" / name), at=0.0)
-    first, third = (RunFolder(runs / "small" / name) for name in ("first", "third"))
-    with EventWriter(first.events) as write:
-        write(Warned(at=1.0, message="updates are scaled down"))
-    why = run_queue.Outcome(code=2, message="the run cannot start: east refuses")
-    run_queue.leave_outcome(third, why)
-    told = []
-    for name in ("first", "second", "third"):
-        assert run_verbs._logs(argparse.Namespace(**vars(options), run=name)) == 0
-        out, err = capsys.readouterr()
-        assert bool(out) == (name == "first")
-        told.append(err)
-    assert "first goes on: add --follow" in told[0]
-    assert "(run first)" in told[1]
-    assert told[2] == "crossfed: run third failed: the run cannot start: east refuses\n"
 
 
 def started(run: RunFolder) -> None:
@@ -301,41 +214,6 @@ def test_who_stops_watching_is_told_how_to_go_on(
     assert run_verbs.follow(options, run) == 0
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"crossfed: the run continues; see it with: {command}"
-
-
-def test_who_stops_watching_a_run_that_has_ended_is_told_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Unless it only pauses, and is resumed by the one who watches."""
-    run = RunFolder(tmp_path / "small" / "one")
-    run_queue.submit(small_job(), run, at=0.0)
-    stopped = run_queue.Outcome(code=STOPPED, message="it was stopped")
-    options = argparse.Namespace(
-        aggregator=aggregator_toml(tmp_path),
-        clock=Interrupted(run, stopped),
-        json=False,
-    )
-    assert run_verbs.follow(options, run) == STOPPED
-    assert capsys.readouterr().err.endswith("crossfed: it was stopped\n")
-    (run.path / run_queue.OUTCOME).unlink()
-    assert run_verbs.follow(options, run, is_pause=lambda: True) == 0
-    assert "the run continues" in capsys.readouterr().err
-
-
-def test_ps_says_that_no_aggregator_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """On standard error, so that programs read the same table."""
-    path = aggregator_toml(tmp_path)
-    lock = aggregator_file.load(path).lock
-    options = argparse.Namespace(aggregator=path, json=True, clock=VirtualClock(0.0))
-    assert run_verbs._ps(options) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out) == []
-    assert "no aggregator is running" in said.err
-    with folder_lock.hold(lock, "taken"):
-        assert run_verbs._ps(options) == 0
-    assert capsys.readouterr().err == ""
 
 
 def test_a_damaged_log_is_shown_as_far_as_it_is_whole(

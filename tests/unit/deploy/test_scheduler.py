@@ -132,26 +132,6 @@ def test_shares_are_those_of_the_weights(max_runs: int):
     assert site.most_held == max_runs
 
 
-def test_turns_are_no_shorter_than_a_slice():
-    """Two equal owners with long runs take turns, a few times an hour."""
-    site = Sites(dict(shares("ann", "bob")))
-    site.runs = [run("a", "ann", seconds_left=1e9), run("b", "bob", seconds_left=1e9)]
-    for _ in range(3600):
-        site.step()
-    assert site.turns["a"] + site.turns["b"] <= 3600 / RULES.slice_seconds
-    assert min(site.turns.values()) >= 10
-
-
-def test_one_owners_runs_do_not_take_turns():
-    """It would only cost restarts."""
-    site = Sites(dict(shares("ann")))
-    site.runs = [run(f"r{n}", seconds_left=1000.0) for n in range(3)]
-    for _ in range(3100):
-        site.step()
-    assert not site.runs
-    assert set(site.turns.values()) == {1}
-
-
 def test_a_higher_priority_pauses_what_is_at_work():
     """At once, whatever is left of its slice; only as many as are in the way."""
     low = run("low", holds=True, begun=0.0)
@@ -210,14 +190,6 @@ def test_a_run_of_many_sites_is_not_passed_for_ever():
     assert site.waited["wide"] <= 3 * RULES.slice_seconds
 
 
-def test_runs_of_other_sites_go_on_beside_it():
-    rules = replace(RULES, max_runs=2)
-    here, there = run("here", holds=True, begun=0.0), run("there", sites=frozenset("c"))
-    assert planned(here, there, rules=rules).start == ["there"]
-    full = planned(here, there)
-    assert full.waits["there"].text() == "one of 1 runs at once (run here)"
-
-
 def test_a_site_takes_as_many_runs_as_it_says():
     rules = replace(RULES, max_runs=4)
     runs = [run(f"r{n}", submitted=float(n)) for n in range(4)]
@@ -241,13 +213,6 @@ def test_an_owner_who_has_used_little_is_next():
     assert planned(old, new, owners=owners).start == ["new"]
     heavy = {**owners, "ann": Share(weight=100.0, used=500.0)}
     assert planned(old, new, owners=heavy).start == ["old"]
-
-
-def test_usage_fades():
-    half = scheduler.HALF_LIFE_SECONDS
-    assert scheduler.used_now(10.0, 3, ended=0.0, now=0.0) == 30.0
-    assert scheduler.used_now(10.0, 3, ended=0.0, now=half) == 15.0
-    assert scheduler.used_now(10.0, 3, ended=5.0, now=0.0) == 30.0  # A clock set back.
 
 
 def test_a_forecast_ends_where_a_length_is_unknown():

@@ -31,24 +31,6 @@ def write(folder: Path, space: str, extra: str = "") -> Path:
     return path
 
 
-def test_keys_need_no_quotes(tmp_path: Path) -> None:
-    space = load(
-        write(
-            tmp_path,
-            "training.optimizer.lr = { low = 1e-3, high = 1.0, log = true }\n"
-            '"training.local_steps" = { low = 1, high = 9 }',
-        )
-    )
-    assert list(space.spec.space) == ["training.optimizer.lr", "training.local_steps"]
-    assert space.spec.space["training.local_steps"].is_whole
-    assert not space.spec.space["training.optimizer.lr"].is_whole
-    assert space.spec.name == "tiny"
-    assert space.spec.goal == "min"
-    job = space.job({"training.local_steps": 7})
-    assert job.training.local_steps == 7
-    assert space.document["training"]["local_steps"] == 5
-
-
 @pytest.mark.parametrize(
     ("line", "key", "said"),
     [
@@ -93,11 +75,6 @@ def test_searches_that_cannot_begin(tmp_path: Path, extra: str, said: str) -> No
     line = "training.shuffle = { choices = [true, false] }"
     with pytest.raises(JobError, match=said):
         load(write(tmp_path, line, extra))
-
-
-def test_an_empty_space_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="no key to search"):
-        load(write(tmp_path, ""))
 
 
 def test_digest_is_of_all_but_the_number_of_trials(tmp_path: Path) -> None:
@@ -190,24 +167,6 @@ def test_changed_code_of_the_user_is_another_search(tmp_path: Path) -> None:
     ]
 
 
-def test_changes_of_a_search_are_named_with_both_values(tmp_path: Path) -> None:
-    """As keys of its own file, or of the job; the number of trials is none."""
-    line = "rounds = { low = 1, high = 9 }"
-    before = load(write(tmp_path, line, "seed = 1")).facts()
-    path = write(tmp_path, line.replace("9", "8"), "seed = 2\ntrials = 99")
-    (tmp_path / "job.toml").write_text(JOB.replace("0.1", "0.2"))
-    now = load(path).facts()
-    assert changes(before, now) == [
-        "job.training.optimizer.lr: 0.1 before, 0.2 now",
-        "seed: 1 before, 2 now",
-        "space.rounds.high: 9 before, 8 now",
-    ]
-    private = now | {"selection": ["geometric", 10]}
-    assert changes(now, private) == [
-        "privacy.selection and trials: 'not set' before, ['geometric', 10] now"
-    ]
-
-
 OWN = JOB.replace(
     "training = {",
     'training = { task = "./mine.py:hits", metrics = { loss = [0.0, 9.0], '
@@ -239,29 +198,3 @@ def test_local_steps_that_follow_lines_are_not_searched(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(schedule + JOB)
     with pytest.raises(JobError, match=r"schedule.local_work: 'auto' .*trials have"):
         load(path)
-
-
-MACHINES = """
-[[simulation.machines]]
-site = "a"
-examples_per_second = 100.0
-[[simulation.machines]]
-site = "b"
-examples_per_second = 50.0
-"""
-
-
-def test_virtual_time_has_lines_if_every_site_has_a_speed(tmp_path: Path) -> None:
-    """Also for steps that follow lines; the search is another one."""
-    keys = "training.batch_size = { low = 4, high = 8 }"
-    path = write(tmp_path, keys)
-    before = load(path).digest()
-    path.write_text('engine = "inproc"\n' + path.read_text())
-    assert load(path).digest() == before
-    path.write_text(path.read_text().replace("inproc", "virtual"))
-    with pytest.raises(JobError, match=r"machines: virtual time needs .* and 'a' has"):
-        load(path)
-    schedule = 'schedule = { local_work = "auto", max_local_steps = 20 }\n'
-    (tmp_path / "job.toml").write_text(schedule + JOB + MACHINES)
-    assert load(path).digest() != before
-    assert load(path).job({"training.batch_size": 5}).training.batch_size == 5

@@ -1,6 +1,5 @@
 """What systemd hears of a process that it has started."""
 
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,20 +29,6 @@ def test_states_arrive_one_by_one(manager: socket.socket):
         notify(state)
     received = [manager.recv(100) for _ in range(3)]
     assert received == [b"READY=1", b"WATCHDOG=1", b"STATUS=two lines"]
-
-
-def test_children_do_not_inherit_the_socket(manager: socket.socket):
-    """The programs that we start must not report in our name."""
-    notify_from_environment()
-    assert "NOTIFY_SOCKET" not in os.environ
-
-
-def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Without a manager, or where it is restarting, nothing happens."""
-    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    notify_from_environment()(READY)
-    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
-    notify_from_environment()(READY)
 
 
 def test_a_manager_that_does_not_read_keeps_nobody_waiting(manager: socket.socket):

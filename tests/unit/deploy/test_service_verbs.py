@@ -25,26 +25,6 @@ def told(capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-def test_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A file is in its place; nothing is written."""
-    file = tmp_path / "fed"
-    file.touch()
-    assert cli.main(["aggregator", "init", str(file)]) == 1
-    assert f"cannot make '{file}': " in told(capsys)
-    assert file.read_bytes() == b""
-
-
-def test_host_with_a_port_makes_no_keys(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Keys are never overwritten, so they would be in the way of the next attempt."""
-    folder = tmp_path / "fed"
-    code = cli.main(["aggregator", "init", str(folder), "--host", "a.example.org:1"])
-    assert code == 2
-    assert "hosts: 'a.example.org:1' is not a host" in told(capsys)
-    assert not folder.exists()
-
-
 def test_without_nginx_both_commands_say_what_enrolment_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

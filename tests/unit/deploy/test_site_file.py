@@ -46,19 +46,6 @@ def test_paths_are_relative_to_the_file(tmp_path: Path):
     assert config.certificate is None
 
 
-def test_paths_follow_the_folder(tmp_path: Path):
-    """And a path from the root stays what it is."""
-    text = SMALLEST.replace(
-        "[agg",
-        'folder = "state"\nidentity = "/keys/a.pem"\ncertificate = "a.crt"\n[agg',
-    )
-    config = site_file.load(write(tmp_path, text))
-    assert config.folder == tmp_path / "state"
-    assert config.roster == tmp_path / "state" / "roster.toml"
-    assert config.identity == Path("/keys/a.pem")
-    assert config.certificate == tmp_path / "state" / "a.crt"
-
-
 @pytest.mark.parametrize(
     ("old", "new", "key"),
     [
@@ -136,14 +123,6 @@ def test_policy_under_both_names_is_refused(tmp_path: Path):
     path = write(tmp_path, f"{SMALLEST}[floor]\n[policy]\n")
     with pytest.raises(JobError, match=r"site\.toml: floor: .*old name of \[pol"):
         site_file.load(path)
-
-
-def test_missing_file_and_no_toml_are_told(tmp_path: Path):
-    """With the path."""
-    with pytest.raises(JobError, match=r"none\.toml"):
-        site_file.load(tmp_path / "none.toml")
-    with pytest.raises(JobError, match=r"site\.toml"):
-        site_file.load(write(tmp_path, "name = "))
 
 
 SERVE = '\n[serve]\nlisten = "0.0.0.0:8444"\nhosts = ["relay"]\nsites = ["a"]\n'

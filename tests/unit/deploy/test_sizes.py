@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 from support.event_samples import TWO_SITES, Script, run as played
 
-from cloud_adapters.compute.pool import Node, NodeState
 from deploy.cli import up_verb
 from deploy.fleet import spec
-from deploy.fleet.placement import SeenRun, resolved
-from deploy.fleet.prices import Prices
-from deploy.fleet.sizes import Sizer, check_sizes
+from deploy.fleet.placement import SeenRun
+from deploy.fleet.sizes import Sizer
 from deploy.fleet.spec import DeploymentPlan
 from federation.clock import VirtualClock
 from federation.errors import JobError
@@ -123,16 +121,6 @@ def test_three_whole_rounds_pass_between_two_changes(plan: DeploymentPlan):
     assert types(ours.wanted(changed, 0.0)) != types(changed)
 
 
-def test_a_size_that_was_refused_is_not_asked_for_again(plan: DeploymentPlan):
-    told: list[str] = []
-    ours = sizer(plan, told.append)
-    happens(plan.folder, 4, SLOW, SLOW / 4)
-    ours.refused(plan, ours.wanted(plan, 0.0), "no capacity")
-    happens(plan.folder, 5, SLOW, SLOW / 4)
-    assert ours.wanted(plan, 0.0) == plan
-    assert "g5.xlarge is not available: no capacity" in told[-1]
-
-
 def test_a_change_beyond_the_budget_is_not_made(tmp_path: Path):
     """Though a deadline calls for it."""
     plan = written(tmp_path, "deadline_hours = 14.0\nmax_dollars = 20.0")
@@ -157,24 +145,6 @@ def test_sizes_that_a_site_could_not_move_between_are_refused(
     plan.path.write_text(text.replace(old, new, 1))
     with pytest.raises(JobError, match=rf"sites\[0\]\.{key}"):
         spec.load(plan.path)
-
-
-def test_a_price_that_is_missing_is_found_before_anything_starts(tmp_path: Path):
-    """Also one that only a budget needs; a size that the table has is fine."""
-    clock = VirtualClock(1.782e9)  # When the packaged table is new.
-    plan = written(tmp_path, "max_dollars = 100.0")
-    check_sizes(plan, clock)
-    text = plan.path.read_text()
-    in_table = text.replace("= 1.0, dollars_per_hour = 1.0", "= 1.0")
-    plan.path.write_text(in_table)
-    check_sizes(spec.load(plan.path), clock)
-    with pytest.raises(JobError, match="budget needs new prices"):
-        check_sizes(spec.load(plan.path), VirtualClock(4e9))
-    plan.path.write_text(in_table.replace('"g5.xlarge"', '"g9.large"'))
-    with pytest.raises(JobError, match=r"price of an on-demand g9\.large") as caught:
-        check_sizes(spec.load(plan.path), clock)
-    assert caught.value.key == "sites[0].sizes"
-    assert str(plan.path) in str(caught.value)
 
 
 MORE = """
@@ -213,26 +183,3 @@ def test_a_change_that_takes_longer_than_it_saves_is_not_made(tmp_path: Path):
     ours = sizer(plan)
     happens(plan.folder, 4, SLOW / 4, SLOW / 16)
     assert ours.wanted(plan, 0.0) == plan
-
-
-def test_the_next_command_keeps_the_size_that_runs(plan: DeploymentPlan):
-    """With the price of that size, not of the one that the file names."""
-
-    class Pool:
-        def nodes(self, labels: dict[str, str]) -> list[Node]:
-            mine = labels["crossfed-role"] == f"site-{TWO_SITES[0]}"
-            node = Node(
-                id="i-1",
-                name="n",
-                state=NodeState.RUNNING,
-                labels=labels,
-                machine="g5.4xlarge",
-                launched=0.0,
-            )
-            return [node] if mine else []
-
-    pools = {site.pool: Pool() for site in plan.file.sites}
-    table = Prices(as_of="2026-11-01", machines=(), egress=())
-    found = resolved(plan, pools, table, print)
-    assert types(found) == ["g5.4xlarge", "g5.2xlarge"]
-    assert [site.dollars_per_hour for site in found.file.sites] == [6.0, 2.0]

@@ -14,7 +14,7 @@ from deploy.fleet.reconcile import DEPLOYMENT, ROLE
 from deploy.fleet.spec import DeploymentPlan
 from deploy.fleet.start_wait import allowed_start, await_start
 from federation.clock import VirtualClock
-from federation.errors import ComputeUnavailable, JobError
+from federation.errors import ComputeUnavailable
 
 # A Thursday, 12:00 UTC.
 NOON = datetime(2026, 11, 26, 12, tzinfo=UTC).timestamp()
@@ -71,11 +71,6 @@ class Waited:
         self.hours = (clock.now() - NOON) / HOUR
 
 
-def test_without_conditions_nothing_is_waited_for(tmp_path: Path):
-    waited = Waited(written(tmp_path, ""))
-    assert (waited.hours, waited.told) == (0.0, [])
-
-
 def test_a_spot_price_is_waited_for_in_every_zone(tmp_path: Path):
     """The cloud's own prices, read every five minutes; one at the cap is allowed."""
     plan = written(tmp_path, "max_spot_dollars_per_hour = 0.4")
@@ -101,14 +96,6 @@ def test_a_price_that_cannot_be_read_holds_back_but_for_the_first_time(tmp_path:
     assert Waited(plan, Market(price)).hours == pytest.approx(1.0, abs=0.1)
     with pytest.raises(ComputeUnavailable):
         Waited(plan, Market(lambda _: price(NOON + 1.0)))
-
-
-def test_a_cloud_without_such_prices_has_that_of_the_table(tmp_path: Path):
-    plan = written(tmp_path, "max_spot_dollars_per_hour = 0.9")
-    assert Waited(plan).hours == 0.0
-    dear = written(tmp_path, "max_spot_dollars_per_hour = 0.01, at_latest_hours = 6")
-    waited = Waited(dear)
-    assert waited.hours == pytest.approx(6.0, abs=0.1)
 
 
 def test_a_price_table_that_has_become_unreadable_holds_back(
@@ -179,21 +166,6 @@ def test_all_conditions_must_hold_at_once(tmp_path: Path):
     assert "start.window: it opens" in first
     assert "start.max_spot_dollars_per_hour: a spot" in first
     assert "max_spot" not in second
-
-
-@pytest.mark.parametrize(
-    ("start", "market", "key"),
-    [
-        ("max_spot_dollars_per_hour = 1", "on-demand", "max_spot_dollars_per_hour"),
-        ("at_latest_hours = 1", "spot", "at_latest_hours: has no effect"),
-        ("max_spot_dollars_per_hour = 0", "spot", "max_spot_dollars_per_hour"),
-    ],
-)
-def test_conditions_that_could_hold_back_nothing_are_refused(
-    tmp_path: Path, start: str, market: str, key: str
-):
-    with pytest.raises(JobError, match=f"start.{key}"):
-        written(tmp_path, start, market)
 
 
 def test_a_wait_that_was_interrupted_goes_on(tmp_path: Path):

@@ -59,17 +59,6 @@ def test_a_window_in_the_hour_that_comes_twice_opens_twice():
     assert opens(window, "2026-10-25 01:20") == "10-25 01:20"
 
 
-def test_times_are_shown_as_people_of_the_place_write_them():
-    window = spec.parse_window("22:00-06:00 Europe/Berlin", key="start.window")
-    assert window is not None
-    text = window.text(seconds("2026-11-23 21:00"))
-    assert text == "2026-11-23 22:00 Europe/Berlin"
-
-
-def test_no_window_is_none():
-    assert spec.parse_window("", key="start.window") is None
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -73,23 +73,6 @@ def test_a_machine_that_goes_before_it_is_ready_is_reported(machines: Machines):
     assert "cloud-init: begins" in line
 
 
-def test_one_that_was_ready_may_go(machines: Machines):
-    """It was taken back, and another is started immediately."""
-    machines.start(READY)
-    machines.look()
-    assert machines.told == []
-    assert machines.starts.may_replace(ROLE)
-
-
-def test_one_that_has_worked_for_long_needs_no_console(machines: Machines):
-    """Consoles keep only their end; and a command may begin to watch late."""
-    node = machines.start("a later line")
-    machines.clock.sleep(1800.0)
-    machines.look(node)
-    machines.look()
-    assert machines.told == []
-
-
 def test_pauses_grow_with_every_start_that_fails(machines: Machines):
     """Also when each launch succeeds."""
     pauses = []
@@ -205,14 +188,6 @@ def test_a_pod_that_ends_with_0_again_and_again_is_given_up(pods: Pods, log: str
     assert pods.starts.is_given_up(ROLE)
 
 
-def test_failures_are_forgiven_when_a_pod_lasts(pods: Pods):
-    for seconds in (0.0, 0.0, 1800.0, 0.0, 0.0):
-        pods.end(log=CONNECTED, seconds=seconds)
-    assert not pods.starts.is_given_up(ROLE)
-    pods.end(log=CONNECTED)
-    assert pods.starts.is_given_up(ROLE)
-
-
 def test_a_pod_that_fails_before_anyone_looks_counts(pods: Pods):
     """Only if this command launched it: a cluster lists those of before for a day."""
     gone = Node(
@@ -233,23 +208,3 @@ def test_a_pod_that_fails_before_anyone_looks_counts(pods: Pods):
     assert "new could not start" in line
     assert "(its program ended with 3 (Error))" in line
     assert "no module named x" in line
-
-
-def test_nodes_that_do_not_say_when_they_are_ready_are_left_alone():
-    """Nodes of this host: one that goes has not failed to start."""
-    told: list[str] = []
-    clock = VirtualClock()
-    starts = Starts(lambda _: None, role="role", clock=clock, tell=told.append)
-    node = Node(
-        id="job",
-        name=ROLE,
-        state=NodeState.RUNNING,
-        labels={"role": ROLE},
-        machine="m5.large",
-        launched=0.0,
-    )
-    starts.look([node])
-    clock.sleep(20.0)
-    starts.look([])
-    assert (told, starts.failed) == ([], {})
-    assert starts.may_replace(ROLE)

@@ -1,9 +1,7 @@
 """What commands say."""
 
 import argparse
-import json
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -13,16 +11,7 @@ import safetensors.torch
 
 from deploy import service_log
 from deploy.cli import terminal
-from federation.clock import VirtualClock
 from federation.errors import FederationError, JobError
-from federation.typed_json import refuse_constant
-
-
-def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]):
-    """Nor an infinity, however deep: no other program could read it."""
-    terminal.say_json({"rows": [{"loss": math.nan}, (math.inf, 1.0)]})
-    found = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
-    assert found == {"rows": [{"loss": "NaN"}, ["Infinity", 1.0]]}
 
 
 def test_what_others_send_begins_no_line_of_a_log(
@@ -42,38 +31,6 @@ def test_what_others_send_begins_no_line_of_a_log(
     assert "\x1b" not in said
 
 
-def test_each_line_of_a_services_log_has_its_time(capsys: pytest.CaptureFixture[str]):
-    """Also those of libraries; what others send begins no line."""
-    log = service_log.service_log(VirtualClock(86_400.0))
-    log("refused: a\ncrossfed: all is well\n  b = 1\nc\x1b[2J")
-    logging.getLogger("x.y").propagate = False
-    logging.lastResort.handle(  # type: ignore[union-attr]
-        logging.LogRecord("a", logging.ERROR, "f", 1, "b\nc", (), None)
-    )
-    assert capsys.readouterr().err.splitlines() == [
-        "1970-01-02 00:00:00Z crossfed: refused: a crossfed: all is well",
-        "  b = 1 c [2J",
-        "1970-01-02 00:00:00Z crossfed: b c",
-    ]
-    service_log.keep_records_in_lines()
-
-
-def test_a_row_is_one_line_if_its_last_cell_is_cut(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    for width in ("60", "200"):
-        monkeypatch.setattr(terminal, "_PIPE_COLUMNS", int(width))
-        rows = [["one", f"a\n  {'b' * 300}"], ["two", "short"]]
-        assert terminal.say_table(["run", "reason"], rows, cut="reason")
-        _, first, second = capsys.readouterr().out.splitlines()
-        assert first.startswith("one  a bbb")
-        assert first.rstrip().endswith("b...")
-        assert len(first.rstrip()) <= int(width)
-        assert second.split() == ["two", "short"]
-        assert not terminal.say_table(["run", "reason"], rows[1:], cut="reason")
-        capsys.readouterr()
-
-
 def test_no_message_controls_a_terminal(capsys: pytest.CaptureFixture[str]):
     """Names of nodes and words of services come from others; lines stay lines."""
     options = argparse.Namespace(verbose=False)
@@ -84,16 +41,6 @@ def test_no_message_controls_a_terminal(capsys: pytest.CaptureFixture[str]):
     assert err == "crossfed: a [2J b\n\tc \ncrossfed: node  1m\n"
     assert "\x1b" not in out
     assert "x [2Jy" in out
-
-
-def test_an_error_names_one_file(capsys: pytest.CaptureFixture[str]):
-    """The job's file stands before an error, unless that names another file."""
-    options = argparse.Namespace(verbose=False, job="job.toml", speeds="speeds.toml")
-    terminal.complain(JobError("is 0", key="speeds.toml: combine_seconds"), options)
-    terminal.complain(JobError("is 0", key="rounds"), options)
-    told = capsys.readouterr().err
-    assert "job.toml: rounds: is 0" in told
-    assert "job.toml: speeds.toml" not in told
 
 
 def _no_file(folder: Path) -> object:

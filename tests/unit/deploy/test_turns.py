@@ -177,22 +177,6 @@ def test_a_person_who_stops_a_run_that_makes_way_is_heard(tmp_path: Path):
     assert (action.code, action.reason) == (130, "stopped while it waited")
 
 
-def test_time_without_a_coordinator_is_not_used(tmp_path: Path):
-    """It was killed at 130, and the next one began at 500."""
-    run = submitted(tmp_path, "a")
-    started(run, 100.0)
-    noted(run, 130.0)
-    started(run, 500.0, 8)
-    assert queued(run).held_seconds(510.0) == 40.0
-    assert queued(run).coordinator.begun == 100.0  # type: ignore[union-attr]
-    run_queue.leave_outcome(run, Outcome(code=130, message="stopped"))
-    os.utime(run.path / run_queue.OUTCOME, (520.0, 520.0))
-    assert queued(run).held_seconds(9000.0) == 50.0
-    run_queue.take_up(run, at=600.0)
-    assert queued(run).request.used == 50.0
-    assert queued(run).request.at == 600.0
-
-
 def test_a_coordinator_that_notes_nothing_hangs(tmp_path: Path):
     """Sooner while it waits for sites; and not while it writes its report."""
     run = submitted(tmp_path, "a")

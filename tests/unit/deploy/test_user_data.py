@@ -16,7 +16,7 @@ from support import programs
 from support.module_networks import ports_out
 
 from cloud_adapters.compute.pool import NodeSpec
-from deploy.fleet.bootstrap import MAX_BYTES, MachineInvitation, Release, render
+from deploy.fleet.bootstrap import MachineInvitation, Release, render
 from privacy.membership.token import Token
 
 UNITS = {
@@ -242,12 +242,6 @@ def test_a_release_is_pinned(given: dict[str, str], words: str):
         Release(**given)
 
 
-def test_more_than_clouds_take_is_refused():
-    """Before anything is launched."""
-    with pytest.raises(ValueError, match=f"clouds take {MAX_BYTES}"):
-        render(SPEC, RELEASES["https"], "x" * MAX_BYTES, UNITS, INVITATION)
-
-
 DROP_IN = "/etc/systemd/system/crossfed-site.service.d"
 SCRIPT = "/usr/local/sbin/crossfed-start"
 
@@ -295,25 +289,6 @@ def test_a_machine_without_its_gpus_is_told_and_ends(kind: str, tmp_path: Path):
     assert "nvidia-smi" not in files(RELEASES[kind])[SCRIPT]
 
 
-def test_an_empty_disk_of_the_host_is_the_cache(tmp_path: Path):
-    """One that has a file system stays as it is."""
-    script = files(RELEASES["https"])[SCRIPT]
-    begin = script.index("install -d -m 700 /var/cache")
-    part = script[begin : script.index("chown", begin)].replace("-b", "-e")
-    part = part.replace("/dev/disk/by-id", str(tmp_path))
-    part = part.replace("/var/cache", str(tmp_path))
-    made = f"echo $(basename $0) $* >> {tmp_path}/done"
-    programs = {"mkfs.ext4": made, "mount": made, "blkid": '[[ "$2" = *_1 ]]'}
-    for name in ("1", "2"):
-        (tmp_path / f"nvme-Amazon_EC2_NVMe_Instance_Storage_{name}").touch()
-    assert run(f"set -e\n{part}", programs, tmp_path) == "went on\n"
-    disk = tmp_path / "nvme-Amazon_EC2_NVMe_Instance_Storage_2"
-    assert (tmp_path / "done").read_text().splitlines() == [
-        f"mkfs.ext4 -q {disk}",
-        f"mount --options nodev,nosuid,noexec {disk} {tmp_path}/crossfed-site",
-    ]
-
-
 # As Ubuntu 24.04 on EC2 and Compute Engine has them, and Debian 12 there.
 SOURCES = """\
 Types: deb
@@ -348,22 +323,6 @@ def test_our_networks_let_out_all_that_a_machine_needs(kind: str, tmp_path: Path
     token = Token.parse(enrolment(kind)[enrolment(kind).index("enroll") + 1])
     wanted = {443, int(token.address.rpartition(":")[2])}
     assert ports_out() == [wanted, wanted]
-
-
-@pytest.mark.parametrize("kind", RELEASES)
-def test_an_image_that_has_all_is_left_as_it_is(kind: str, tmp_path: Path):
-    """Its operator may have mirrors of their own, or none."""
-    script = files(RELEASES[kind])[SCRIPT]
-    begin = script.index("if ! {")
-    part = script[begin : script.index("\nfi", begin) + 3]
-    said = {name: f"echo {name}" for name in ("find", "apt-get")}
-    has = dict.fromkeys(("podman", "curl", "python3"), "exit 0")
-    assert run(part, {**said, **has}, tmp_path) == "went on\n"
-    lacks = {"python3": "exit 1"}
-    if kind == "image":
-        lacks, part = {}, part.replace("command -v podman", "false")
-    words = run(part, {**said, **has, **lacks}, tmp_path).split()
-    assert words == ["find", "apt-get", "apt-get", "went", "on"]
 
 
 @pytest.mark.parametrize(
@@ -422,26 +381,3 @@ def test_files_are_those_that_the_wheel_names():
         f"{pip} --only-binary :all: --require-hashes {lists}",
         f"{pip} --no-deps {unpacked[:9]}{WHEEL}",
     ]
-
-
-@pytest.mark.parametrize(
-    ("active", "healthy", "said"),
-    [("exit 0", "exit 0", "site: it is ready"), ("exit 3", "exit 1", "not started")],
-)
-def test_a_container_is_ready_when_it_is_healthy(
-    tmp_path: Path, active: str, healthy: str, said: str
-):
-    """And one that has ended is a failure, with what it said last."""
-    script = files(RELEASES["image"])[SCRIPT]
-    head = script[: script.index("if ! {")]
-    tail = script[script.index("for _ in $(seq") :]
-    programs = {
-        "shutdown": "exit 0",
-        "systemctl": active,
-        "podman": healthy,
-        "journalctl": "echo no such key",
-    }
-    run(head + tail, programs, tmp_path)
-    console = (tmp_path / "console").read_text()
-    assert said in console
-    assert ("no such key" in console) == (said == "not started")

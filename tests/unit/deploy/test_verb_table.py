@@ -48,11 +48,6 @@ def test_a_command_leaves_nothing_to_the_next():
     assert seeds[0] == 8 != seeds[1]
 
 
-def test_version(capsys: pytest.CaptureFixture[str]):
-    assert ended("--version") == 0
-    assert capsys.readouterr().out == f"crossfed {crossfed.__version__}\n"
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
@@ -77,21 +72,6 @@ def test_suggests_what_was_meant(
 ):
     assert ended(*typed) == 2
     assert meant in capsys.readouterr().err
-
-
-def test_says_nothing_that_is_far_from_any_verb(capsys: pytest.CaptureFixture[str]):
-    assert ended("xyzzy") == 2
-    assert "did you mean" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_completion_knows_verbs_and_options(
-    shell: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert "check-job" in script
-    assert "engine" in script
 
 
 @pytest.mark.slow
