@@ -16,7 +16,6 @@ from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import pinned
 from deploy.cli import main
 from federation.job import job_file
-from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 
@@ -40,10 +39,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(folder: Path, name: str, *overrides: str) -> RunResult:
-    return simulate(job_file.load(folder / f"{name}.toml", overrides))
-
-
 def test_a_check_tells_what_stays_at_a_site(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -51,22 +46,6 @@ def test_a_check_tells_what_stays_at_a_site(
     assert main(["check-job", str(folder / "personal.toml")]) == 0
     said = capsys.readouterr().out
     assert "1,248 values\neach site trains 2,570 values more for itself" in said
-
-
-def test_sites_find_the_cluster_that_fits_them(folder: Path):
-    """By their own losses, compared with the mean over all sites."""
-    found = run(folder, "clusters", "rounds=8")
-    assert found.metrics["accuracy"] > 0.6
-
-
-def test_models_of_any_architecture_teach_a_student(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The secure mean of their logits is a better teacher than most of them."""
-    monkeypatch.chdir(folder)
-    simulate(job_file.load(folder / "logits.toml"), folder=Path("runs/consensus"))
-    student = run(folder, "student", "training.local_steps=100")
-    assert student.metrics["accuracy"] > 0.8
 
 
 def test_consolidated_training_remembers_the_first_day(
