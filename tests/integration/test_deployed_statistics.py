@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from support.deployment import Deployment, crossfed_here, deployed, wait_for
 from support.programs import needs
+from support.without_report import simulate
 
 from clients.data import breast_cancer
+from federation.job import job_file
 from privacy.dp import accountant
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
 
@@ -24,6 +26,7 @@ pytestmark = [
 SITES = ("site-a", "site-b", "site-c")
 POLICY = """
 privacy = "none"
+secure_aggregation = false
 min_sites = 3
 total_epsilon = 20.0
 statistics = { min_count = 1, columns = ["?"] }
@@ -68,6 +71,7 @@ def test_sites_answer_one_exact_question_and_say_so(
     assert found["columns"][0]["mean"] == pytest.approx(values.mean(), abs=1e-7)
     edges = np.linspace(-5, 9, 8)
     assert found["columns"][0]["histogram"] == np.histogram(values, edges)[0].tolist()
+    assert found["drift"] == []  # Nobody knows the sums of a single site.
     log = (federation.folder / "site-a.log").read_text()
     assert "answers statistics in round" in log
     assert "14 histograms" in log
@@ -89,6 +93,24 @@ def test_sites_answer_one_exact_question_and_say_so(
     _, err = follower.communicate(timeout=400)
     assert follower.returncode != 0
     assert "policy.statistics.columns" in err
+
+
+def test_sites_are_compared_in_the_clear_as_in_a_simulation(
+    federation: Deployment, tmp_path: Path
+):
+    """They answer a question again that they have answered with masks."""
+    job = tmp_path / "job.toml"
+    job.write_text(JOB + "".join(f'[[sites]]\nname = "{s}"\n' for s in SITES))
+    settings = ('name="apart"', "privacy.secure_aggregation.enabled=false")
+    out, err = federation.run(job, *settings).communicate(timeout=400)
+    assert json.loads(out)["status"] == "completed", err
+    root = str(federation.folder / "aggregator" / "runs")
+    shown = crossfed_here("stats", "apart", "--root", root, "--json").stdout
+    wanted = simulate(job_file.load(job, [*settings])).statistics
+    assert wanted is not None
+    drift = json.loads(shown)["drift"]
+    assert {row["column"] for row in drift} == {"0", "1"}
+    assert drift == [*wanted.document()["drift"]]
 
 
 def test_killed_parties_give_no_noised_answer_without_its_charge(
