@@ -18,9 +18,10 @@ from federation.errors import JobError
 from federation.protocols import ObjectStore
 
 _KEY = "storage.url"
+# Not memory://: it keeps nothing.
 _POSSIBLE = (
-    "use file://FOLDER, s3://BUCKET/PREFIX (Amazon S3), gs://BUCKET/PREFIX (Google "
-    "Cloud Storage) or memory://"
+    "use file://FOLDER, s3://BUCKET/PREFIX (Amazon S3) or gs://BUCKET/PREFIX (Google "
+    "Cloud Storage)"
 )
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _ACCOUNT = re.compile(r"[0-9]{12}")
