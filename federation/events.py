@@ -71,17 +71,17 @@ class RunStarted(RunEvent):
         sites: Every site of the job.
         parameters: Length of the model's float vector: the values that are sent.
         engine: What brings tasks to the sites: ``inproc``, ``flower`` or ``virtual`` in
-            a simulation, ``deployed`` on several machines.
+            a simulation, else ``deployed``.
         task: The job's task: ``classification``, ``causal_lm`` or ``module:function``.
         secure_aggregation: Whether the aggregator sees sums only.
         frozen: Number of the model's values that are neither trained nor sent.
-        classes: Names of the classes, if the job asks for a confusion matrix. Its cells
-            are metrics of held-out results, ``confusion_LABEL_PREDICTION``.
+        classes: Names of the classes of a confusion matrix, whose cells are metrics of
+            held-out results, ``confusion_LABEL_PREDICTION``.
         weights: File of weights that the run began with, and its digest; empty where
-            the model's factory drew them.
+            the factory drew them.
         relays: Names of the relays between sites and the aggregator.
         relayed: For each relay, its sites.
-        subgroups: Names of the subgroups whose results are reported, in
+        subgroups: Names of the subgroups, whose results are in
             ``subgroup_NUMBER_count``, ``_loss`` and ``_correct``.
         replicas: Groups of sites that hold the same data.
     """
@@ -207,8 +207,8 @@ class PrivacyPlanned(RunEvent):
         accountant: What computes epsilon.
         sampling: What the accountant assumes about batches.
         holds_against: Whom the guarantee holds against, in words.
-        signal_to_noise: Largest norm of the mean update divided by that of its noise,
-            if the unit is a whole site; otherwise None.
+        signal_to_noise: With ``unit = "site"``, the largest norm of the mean update
+            divided by that of its noise.
         sites: What each site promises.
         replaced: Layers that were replaced because they mix records, for example ``bn1:
             BatchNorm2d by GroupNorm``.
@@ -277,8 +277,7 @@ class LocalWorkChosen(RoundEvent):
         rounds: Rounds that were measured.
         steps: Local steps of each.
         seconds: What each took.
-        train_seconds: How long the site trained that answered last; None where sites do
-            not say.
+        train_seconds: How long the site trained that answered last, if sites say it.
     """
 
     first_step: int
@@ -310,14 +309,14 @@ class SiteAnswered(RoundEvent):
         num_steps: Optimiser steps that it took.
         weight: Weight of its update, not normalised.
         training: Sums over its batches, taken during training.
-        evaluation: Results of the model that it began with on its held-out data; None
-            if the task did not ask for them.
+        evaluation: Results of the model that it began with on its held-out data, if the
+            task asked for them.
         phases: Where its time went.
         spent: With differential privacy, what the site has spent so far.
-        resources: Resources that its work used, without waiting and transfer. None if
-            the site may not report them, or cannot, such as a Flower app.
-        staleness: How many models were newer than the one that it began with; 0 unless
-            rounds are buffered.
+        resources: Resources that its work used, without waiting and transfer; None if
+            the site may not or cannot report them.
+        staleness: How many models were newer than the one that it began with, in
+            buffered rounds.
 
     Under secure aggregation what a site reports is known of all together only: here
     it is None, and the phases are empty.
@@ -350,7 +349,7 @@ class SiteFailed(RoundEvent):
         kind: Why.
         message: What happened, in one line.
         asked_seconds: When its task was sent, counted from the start of the round; 0
-            for a late answer, to a task of an earlier round.
+            for a task of an earlier round.
         answered_seconds: When the answer arrived or the site failed, counted the same
             way.
         bytes_down: Bytes sent to the site for this task.
@@ -377,9 +376,8 @@ class StepTaken(RoundEvent):
         at: When.
         round_index: The round; the number after the last one for the final evaluation.
         step: ``advertise`` or ``confirm``, once per coordinator; ``survivors`` or
-            ``reveal``, in a round that allows dropouts; or ``evaluate``: masked results
-            of the final model that stay masked because a later step had too few
-            answers.
+            ``reveal``, in a round that allows dropouts; or ``evaluate``: results of the
+            final model that stay masked because a later step had too few answers.
         sites: Sites whose answer counted, in the order of arrival.
         bytes_down: Bytes sent to each for this step.
         bytes_up: Bytes received from each.
@@ -407,8 +405,7 @@ class SitesLeftOut(RoundEvent):
         reasons: Why, in one line each; for a site that leaves, its own words.
         standings: ``leaving`` at the end of the round, ``gone`` until it returns, or
             ``left out`` because of what it did.
-        returned: Sites that have left and come back so far; their processes, and
-            perhaps their machines, were replaced.
+        returned: Sites that have left and come back so far.
         times: How often each of these did.
     """
 
@@ -531,16 +528,16 @@ class RoundFinished(RoundEvent):
         bytes_down: To all sites.
         bytes_up: From all sites.
         inside_down: Between relays and their sites; ``bytes_down`` and ``bytes_up`` are
-            then those of the lines to the aggregator, which leave a cloud.
+            then those that leave a cloud.
         inside_up: The same, towards the relays.
         seconds: From the first task sent to the result; the checkpoint follows.
         phases: Where the aggregator's time went.
         training: Sums over the sites, taken during training.
         update_norm: Euclidean norm of the combined update; None if there is none.
         update_clip: Clip norm of the sites' updates, in weight units; None if nothing
-            is clipped or the round has no result.
-        epsilon: Largest epsilon that any participating site has spent so far; None
-            without differential privacy.
+            is clipped.
+        epsilon: Largest epsilon that any participating site has spent so far, with
+            differential privacy.
         resources: Resources that the round used at the aggregator.
     """
 
@@ -638,7 +635,7 @@ class StoreUsed(RunEvent):
         who: ``coordinator``, the name of a site, or ``all sites`` if a simulation
             splits one dataset.
         spared_calls: Number of reads that the disk cache saved.
-        spared_bytes: Bytes that these reads would have received.
+        spared_bytes: Bytes of these reads.
     """
 
     url: str
@@ -692,7 +689,7 @@ class ModelSelected(RoundEvent):
         round_index: The round of the model; of an average, that of the newest model in
             it.
         model: ``last``, ``best``, ``ema`` or ``swa``. The evaluation after the last
-            round is that of the average, if the run leaves one.
+            round is that of the average, if there is one.
         models: Number of rounds' models that it was made of.
         metric: Name of the metric that models were compared by; empty if they were not.
         best_round: The round of the best model by it; None if none was evaluated.

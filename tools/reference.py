@@ -154,10 +154,9 @@ _WIRE_PARTS = (
     "`FailureKind`, which messages and events share."
 )
 _COMBINATIONS = """\
-`crossfed check-job` and every start of a run refuse these jobs, with the same words. \
-Each pair is listed once, under one of its two names: search the page for both. What \
-is not listed can be combined. Ranges of values are in the [job \
-reference](job-file.md).
+`crossfed check-job` and every start of a run refuse these jobs, and say what to write \
+instead. Each pair is listed once, under one of its two names: search the page for \
+both. What is not listed can be combined.
 
 *Only with it* lists keys that have no effect without the method, or another one that \
 lists them; *without effect* lists keys that have none with it."""
@@ -277,7 +276,8 @@ def _refusals(
     """What a method excludes by reason, or the method that said the same before."""
     said = dict[str, list[str]]()
     before = dict[str, list[str]]()
-    for thing, reason in method.excluded.items():
+    for thing, whole in method.excluded.items():
+        reason, _, _ = whole.partition(": ")  # The rest is what to write instead.
         place = places.setdefault((thing, reason), link)
         if place == link:
             said.setdefault(reason, []).append(thing)
@@ -449,6 +449,8 @@ def _cli() -> Iterator[str]:
     every_verb = " and ".join(flag for flag, _ in everywhere)
     yield from (f"Every verb takes {every_verb}.", "")
     for title, text, rows in verbs:
+        if not rows:  # The verbs inside it follow.
+            continue
         yield from (f"## `{title}`", "", text, "")
         yield from (
             f"- {flag}: {said}" for flag, said in rows if (flag, said) not in common

@@ -19,11 +19,11 @@ class SecureAggregationSpec:
         enabled: Whether the aggregator learns only the sum of the updates.
         threshold: Number of sites that must answer before a sum can be unmasked: all
             (the default; one exchange per round), or more than two thirds (three
-            exchanges), so that the others may drop out. With `schedule.groups` so
-            many of each group, and more than two thirds of it.
-        groups: Number of groups, at least 3, into which the sites are divided at
-            random. Each has its own sum, and `aggregation.combine` compares the groups'
-            means. Default: a single sum, and `mean`.
+            exchanges), so that the others may drop out. With ``schedule.groups``, of
+            each group.
+        groups: Number of groups into which the sites are divided at random. Each has
+            its own sum, and ``aggregation.combine`` compares the groups' means.
+            Default: a single sum, and ``mean``.
         ring_bits: Bits of an encoded value: 32 (4 bytes up), 24 or 16 (2 bytes up,
             coarser; for at most 16 sites).
         levels: Number of levels, 3, 4, 8, 16 or 256, to which each value of an update
@@ -36,8 +36,8 @@ class SecureAggregationSpec:
             `privacy.differential_privacy.clip_norm`.
         element_bound: Largest absolute value of a single element of an update, times
             the site's weight. A smaller bound makes sums more precise. A site with a
-            larger element declines the round, unless `clip_elements` is set. Everybody
-            sees this number: never derive it from private data.
+            larger element declines the round, unless ``clip_elements`` is set.
+            Everybody sees this number.
         clip_elements: Whether elements larger than `element_bound` are reduced to it,
             and the round is not declined.
         max_examples: Largest number of examples at any site, rounded up to three
@@ -104,9 +104,8 @@ class DifferentialPrivacySpec:
             step uses, drawn at random. `training.batch_size` then counts persons.
         noise_multiplier: Standard deviation of the noise of a step, or of a sum,
             divided by `clip_norm`. Default: calibrated to `target_epsilon`.
-        max_noise_multiplier: With `unit = "joint"`: largest noise multiplier that a
-            site may need; one that states more is refused. Default: what one expected
-            batch needs.
+        max_noise_multiplier: With ``unit = "joint"``: largest noise multiplier that a
+            site may need; more is refused. Default: what one expected batch needs.
         reserve_rounds: Extra rounds that the privacy budget covers, since lost and
             interrupted rounds are charged too.
         colluding_sites: With `unit = "joint"` or `"site"`: number of sites whose noise
@@ -121,9 +120,9 @@ class DifferentialPrivacySpec:
             update (signal-to-noise ratio below 0.5).
         clipping: How per-record gradients are computed: `hooks` (all in memory),
             `ghost` (only their norms, with a second pass) or `auto`.
-        held_out: Which held-out results leave a site: `noise`, noised sums, charged to
-            a separate budget of the same size for the held-out records; or `public`,
-            exact sums. To send no results, set `evaluation.every = 0`.
+        held_out: Which held-out results leave a site: ``noise``, noised sums, charged
+            to a separate budget of the same size for the held-out records; or
+            ``public``, exact sums.
         standardise: `record`, `joint` and `person`: standardise the records of each
             site by noised statistics of its own.
     """

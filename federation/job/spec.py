@@ -41,19 +41,19 @@ class ModelSpec:
             site) or `from_server`. Default: `max` for `*num_batches_tracked`, else
             `from_server`.
         frozen: Name patterns of parameters that are neither trained nor sent. Each site
-            takes their values from the factory, and is refused if they differ.
-        personal: Name patterns of tensors that each site trains for itself and never
-            sends. They start from the factory's values; evaluation uses each site's
-            own. Integer and boolean buffers among them get the role `keep`.
+            takes them from the factory, and is refused if they differ.
+        personal: Name patterns of tensors that each site trains for itself, from the
+            factory's values, and never sends. Evaluation uses each site's own. Integer
+            and boolean buffers among them get the role ``keep``.
         weights: Weights to start from: a safetensors file or the folder of a completed
-            run, relative to the job file or the working folder, or `s3://BUCKET/KEY`,
-            `gs://BUCKET/KEY` of a file or an exported model. Loading the job adds a
-            digest; sites compare the first model with it.
+            run, relative to the job file or the working folder, or ``s3://BUCKET/KEY``,
+            ``gs://BUCKET/KEY`` of a file or an export. Loading the job adds a digest,
+            with which sites compare the first model.
         keep_zeros: Whether values that are 0 in `weights` stay 0, so that a model from
             `crossfed prune` stays as sparse.
         tokenizers: SHA-256 digests of the tokenisers that data sources load with
-            `clients.models.tokenizer`. A site whose source loads others, or none,
-            refuses the job; shards are not checked.
+            ``clients.models.tokenizer``. A site whose source loads others refuses the
+            job; shards are not checked.
     """
 
     factory: str
@@ -111,10 +111,10 @@ class DataSpec:
         options: Keyword arguments of the function; for a URL `version`, `order`,
             `window`, `warm_up`, `endpoint`, `region`.
         partition: How the data is split among the sites (simulation only).
-        placement: `static`: each site keeps its part. `dynamic`: every site can read
-            all of the data, and each round deals it out anew, so that all sites end
-            together: parts of it move from slow sites to fast ones. In virtual time, or
-            deployed where each `site.toml` names this dataset.
+        placement: ``static``: each site keeps its part. ``dynamic``: every site can
+            read all of the data, and each round moves parts from slow sites to fast
+            ones, so that all end together. In virtual time, or deployed where each
+            ``site.toml`` names this dataset.
     """
 
     source: str
@@ -128,10 +128,11 @@ class OptimizerSpec:
     """The optimiser of local training.
 
     Attributes:
-        name: Algorithm: `sgd`, `adam`, `adamw`, `muon`, any other of `torch.optim` in
-            lower case, such as `rmsprop`; or `module:function` or `./file.py:function`,
-            called with the trained parameters, `lr` and `options`. `muon` trains the
-            hidden weight matrices with Muon and all other parameters with AdamW.
+        name: Algorithm: ``sgd``, ``adam``, ``adamw``, ``muon`` (hidden weight matrices
+            with Muon, all other parameters with AdamW), any other of ``torch.optim`` in
+            lower case, such as ``rmsprop``; or ``module:function`` or
+            ``./file.py:function``, called with the trained parameters, ``lr`` and
+            ``options``.
         options: Further keyword arguments of an algorithm other than the first four,
             such as `{ alpha = 0.9 }` of `rmsprop`.
         lr: Learning rate. `muon` scales its steps to the size of AdamW's, so one rate
@@ -204,40 +205,39 @@ class TrainingSpec:
             `compute_metrics` that you name here. `[]` means no bounds; differential
             privacy and secure aggregation require bounds.
         classes: Names of at most 32 classes, from label 0 on, for a confusion matrix on
-            held-out data: with `classification`, `segmentation`, and your own objective
-            if it returns `logits`. They increase the noise on held-out results, if
-            there is any.
-        measures: Further measures on held-out data: `auc` (`binary`), `calibration`
-            (`classification`, `binary`), `reliability` (the same, and the bins of the
-            diagram), `recall_at_K` (`classification`, `contrastive`); all of them with
-            your own objective, if it returns `logits`. Each increases the noise on
-            held-out results, if there is any.
+            held-out data: with ``classification``, ``segmentation``, and your own
+            objective if it returns ``logits``. They increase noise on held-out results.
+        measures: Further measures on held-out data: ``auc`` (``binary``),
+            ``calibration`` (``classification``, ``binary``), ``reliability`` (the same,
+            and the bins of the diagram), ``recall_at_K`` (``classification``,
+            ``contrastive``); all of them with your own objective, if it returns
+            ``logits``. Each increases noise on held-out results.
         subgroups: Public names of at most 16 subgroups, whose number of predictions,
             loss and accuracy are reported on held-out data: values of
-            `subgroup_column`, or names of the data's groups. They increase the noise on
-            held-out results, if there is any.
+            ``subgroup_column``, or names of the data's groups. They increase noise on
+            held-out results.
         subgroup_column: Input, of a dict of columns, whose value says which subgroup a
             record is in. Default: the groups of `clients.data.Examples`.
         min_subgroup: A site leaves smaller subgroups out of its sums, and further ones
-            until those left out have as many records together. Without effect on
-            results with noise.
-        max_tokens: Most predictions in one record: its tokens (`causal_lm`: one fewer)
-            or, for `segmentation`, its pixels. A site refuses longer records. Secure
-            aggregation and differential privacy bound one record's part of the results
-            by it.
+            until those left out have as many records together. Without effect on noised
+            results.
+        max_tokens: Most predictions in one record: its tokens (``causal_lm``: one
+            fewer) or, for ``segmentation``, its pixels. A site refuses longer records,
+            since secure aggregation and differential privacy bound a record's part of
+            the results by it.
         local_steps: Optimiser steps per site and round; set either this or
             `local_epochs`. 1 is FedSGD.
         local_epochs: Passes of each site over its own data per round.
         batch_size: Examples of one forward and backward pass.
         accumulate: Batches whose gradients are averaged into one optimiser step.
-        accumulate_from: Changes of `accumulate` during the run: pairs of a first round
-            and a value. `[[51, 4], [81, 8]]` takes 4 batches a step from round 51 on,
-            and 8 from round 81 on. Needs `local_steps`; not with `unit = "joint"`.
+        accumulate_from: Changes of ``accumulate`` during the run: pairs of a first
+            round and a value. ``[[51, 4], [81, 8]]`` takes 4 batches a step from round
+            51 on, and 8 from round 81 on. Needs ``local_steps``.
         optimizer: Local optimiser.
         learning_rate: Learning-rate schedule.
         overlap_steps: How many of a round's local steps a site takes from its own
-            weights while it waits for the next model; fewer than `local_steps`. Needs
-            memory for one more model at each site.
+            weights while it waits for the next model. Needs memory for one more model
+            at each site.
         overlap_mix: With `overlap_steps`: when the model arrives, a site continues from
             `overlap_mix` times its own weights plus (1 - `overlap_mix`) times the
             model.
@@ -246,16 +246,15 @@ class TrainingSpec:
         proximal_mu: FedProx: strength mu of the pull `mu/2 |x - theta|^2` towards the
             global weights.
         normalized_steps: FedNova: a site that takes n steps in its epochs has its
-            update multiplied by `normalized_steps` / n, so that sites with more steps
-            do not count more. Choose about the mean n. Needs `local_epochs` and plain
-            `sgd`.
+            update multiplied by ``normalized_steps`` / n. Choose about the mean n.
+            Needs ``local_epochs`` and plain ``sgd``.
         control_variates: SCAFFOLD: each site corrects its gradients for the drift
             towards its own records, without further bytes. Needs `local_steps`, plain
             `sgd`, and all sites in every round.
-        dynamic_alpha: FedDyn: strength alpha of the pull `alpha/2 |x - theta|^2`
+        dynamic_alpha: FedDyn: strength alpha of the pull ``alpha/2 |x - theta|^2``
             towards the global weights, next to a linear term that a site learns from
-            its own updates. Needs `aggregation.server_optimizer.name = "running_sum"`
-            and all sites in every round.
+            its own updates. Needs the server optimiser ``running_sum`` and all sites in
+            every round.
         precision: `fp32`; or `bf16` or `fp16`, which compute the forward pass with
             autocast and keep float32 weights. With `fp16`, each site scales its loss,
             and skips steps whose gradients overflow; not with per-record clipping.
@@ -428,12 +427,11 @@ class CommunicationSpec:
         fragments: Number of parts of the model; each round exchanges one of them, in
             turn. In between, a site keeps its own values of a part. Needs
             `privacy.secure_aggregation.levels`.
-        down_content: What sites receive. `model`: the whole model. `change`: its
-            difference from the previous one, encoded by `down_codec`; a site without
-            that model receives the whole one in float32. `sum`: the sum of the updates,
-            from which the site computes the new model, in as few bits; needs
-            `privacy.secure_aggregation.levels`. `change` needs memory for one more
-            model at each site, and is refused with secure aggregation.
+        down_content: What sites receive. ``model``: the whole model. ``change``: its
+            difference from the previous one, encoded by ``down_codec``, or the whole
+            one in float32 where a site lacks that; needs memory for one more model at
+            each site. ``sum``: the sum of the updates, from which the site computes the
+            new model, in as few bits; needs ``privacy.secure_aggregation.levels``.
     """
 
     codec: CodecSpec = CodecSpec()
@@ -465,59 +463,55 @@ class ScheduleSpec:
             updates that began with an older one. A round is then the time between two
             models.
         buffer_size: Updates that make a model in a buffered run. Default: half as many
-            as there are sites, or the fewest of a sum of one of `groups`. Each counts
-            as much as in a round of all sites.
+            as there are sites, or the fewest of a sum of one of ``groups``.
         max_staleness: Most models that may be newer than the one that an update began
             with; older updates are discarded. What an update counts is divided by the
             square root of 1 plus its staleness.
         groups: The sites of each group of a buffered run with secure aggregation, all
-            sites once. Each group has sums of its own, at its own pace; with
-            `privacy.secure_aggregation.threshold` also without some of its sites.
+            sites once. Each group has sums of its own, at its own pace.
         round_deadline_seconds: A site that has not answered its task by this deadline
             is left out of the round.
         minimum_sites: Quorum: with fewer answers the round is lost and the weights do
-            not change. All sites by default. A buffered run has `buffer_size`
-            instead.
-        grace: Once the quorum has answered, a round waits for the other sites only this
-            part of the time that it has taken so far, and at least a second. Then it
-            ends without them. Default: it waits until the deadline.
+            not change. All sites by default.
+        grace: Once the quorum has answered, a round waits for the others only this part
+            of the time that it has taken so far, and at least a second. Default: until
+            the deadline.
         max_lost_rounds: The run stops after this many lost rounds in a row.
         sites_per_round: Number of sites that a round needs, of those that `sampling`
             draws for it; all by default.
-        sampling: How they are drawn. `uniform`: each set is equally likely. `fair`:
-            those first whose updates counted least often. `utility`: mostly those with
-            a high training loss that are fast enough, and in a part of the places those
-            that were not asked for longest. Or a function of yours that chooses, as
-            `module:function`. The last three remember what sites did.
+        sampling: How they are drawn. ``uniform``: each set is equally likely. ``fair``:
+            those first whose updates counted least often. ``utility``: mostly those
+            with a high training loss that are fast enough, and in a part of the places
+            those that were not asked for longest. Or a function of yours, as
+            ``module:function``.
         over_selection: Ask this many times `sites_per_round` sites, such as 1.3, and
             end the round with the first `sites_per_round` answers.
-        replicas: Groups of sites that train on the same data. Of each group the first
-            answer of a round counts, and the tasks of the others are withdrawn. In a
+        replicas: Groups of sites that train on the same data. The first answer of each
+            group counts in a round, and the tasks of the others are withdrawn. In a
             simulation the first site of a group has a share of the job's data, and the
-            others have copies of it; sites with `data` of their own must name the same.
-        allocation: `static`: every site does the same local work. `capacity`: the
-            aggregator measures how fast each site is, and gives faster ones more local
-            steps, so that all end a round together: `training.local_steps` on average,
-            at least a quarter of it, and at most `max_local_steps`. Each site scales
-            its update to `training.local_steps`, so that the fast ones do not count
-            more. In virtual time or deployed.
-        local_work: `fixed`: every round takes `training.local_steps`. `auto`: the
-            aggregator measures how long rounds take, and chooses the fewest local
-            steps, from `training.local_steps` to `max_local_steps`, for which sites
-            train `training_share` of the time. The run takes `rounds` times
-            `training.local_steps` steps in all. In virtual time or deployed.
+            others copies of it; sites with ``data`` of their own must name the same.
+        allocation: ``static``: every site does the same local work. ``capacity``: the
+            aggregator gives sites that it has measured to be faster more local steps,
+            so that all end a round together: ``training.local_steps`` on average, at
+            least a quarter of it, and at most ``max_local_steps``. Each site scales its
+            update to ``training.local_steps``. In virtual time or deployed.
+        local_work: ``fixed``: every round takes ``training.local_steps``. ``auto``: the
+            aggregator chooses from measured times the fewest local steps, from
+            ``training.local_steps`` to ``max_local_steps``, for which sites train
+            ``training_share`` of the time. The run takes ``rounds`` times
+            ``training.local_steps`` steps in all. In virtual time or deployed.
         max_local_steps: Most local steps of a round with `auto`, at least twice
             `training.local_steps`; and of a site with `capacity`, by default four times
             `training.local_steps`.
         training_share: Share of a round that `auto` aims at, for the site that the
             round waits for.
         memory_mib: Memory in MiB that the run takes at each site. A site that limits it
-            (`memory_mib` in `site.toml`) has no more runs at once than fit. Default:
-            what the site has reported in an earlier run of the job, if it has.
+            (``memory_mib`` in ``site.toml``) has no more runs at once than fit.
+            Default: what the site has reported in an earlier run of the job.
         gpu_memory_mib: The same of its GPUs' memory, which no site reports.
-        open_to: Names of sites, with `*` and `?`, that join a deployed run between two
-            rounds if they enrol while it trains. The others need no word from their
-            operators: with the job they accept this.
+        open_to: Names of sites, with ``*`` and ``?``, that may join a deployed run
+            between two rounds if they enrol while it trains. With the job, all other
+            sites accept this.
     """
 
     mode: str = key(default="synchronous", choices=("synchronous", "buffered"))

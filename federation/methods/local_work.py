@@ -25,7 +25,7 @@ LARGER_STEPS = Method(
     name=Thing.LARGER_STEPS,
     key="training.accumulate_from",
     excludes={
-        "counts batches of steps: use training.local_steps, not "
+        "it counts batches of steps: use training.local_steps, not "
         "local_epochs": Thing.EPOCHS,
         "larger steps raise the sampling rate for which noise is planned: lower "
         "training.learning_rate instead": Thing.JOINT,
