@@ -57,9 +57,8 @@ class PolicySpec:
             a job without `delta` the site promises no larger one.
         public_held_out: Whether a job may declare the held-out data public, so that
             results on it leave the site without noise; the same applies.
-        total_epsilon: Largest total epsilon of all runs on these records, over
-            everything released about training and held-out records. Without it, the
-            site refuses jobs with differential privacy.
+        total_epsilon: Largest total epsilon of all runs on these records, training and
+            held-out. Without it, the site refuses jobs with differential privacy.
         total_delta: Delta that goes with `total_epsilon`; by default the smallest
             delta of all runs.
         secure_aggregation: Whether updates must be summed with secure aggregation.
@@ -68,27 +67,26 @@ class PolicySpec:
             `record`, or if `accept_two_sites` is set and the run has two sites.
         min_group: Smallest group of sites whose sum can be computed from all secure
             sums without differential privacy on this data, over all runs. Default:
-            `min_sites` or 3, or `colluding_sites` + 2 if that is more. With 1, a run
-            can be repeated without one site, which reveals that site's update.
+            ``min_sites`` or 3, or ``colluding_sites`` + 2 if that is more. With 1,
+            repeating a run without one site reveals that site's update.
         accept_dropouts: Whether a round without differential privacy may continue when
-            fewer than `min_group` sites are absent (a job's `threshold` below its
+            fewer than ``min_group`` sites are absent (a job's ``threshold`` below its
             number of sites), or sites may change their numbers of local steps
-            (`schedule.allocation = "capacity"`). Two sums then reveal what the absent
-            sites add, or what the change does to an update.
+            (``schedule.allocation = "capacity"``). The difference of two sums then
+            reveals something about these sites.
         colluding_sites: How many other sites may collude with the aggregator and still
             not learn this site's update.
         max_clip_norm: Largest clip norm of an update with secure aggregation.
-        max_element_bound: Largest `element_bound` of a job (its `clip_norm` if it sets
-            none); by default only `max_clip_norm` limits it. A tighter bound makes sums
-            more precise, but reveals more about a site that declines because of it.
+        max_element_bound: Largest ``element_bound`` of a job (its ``clip_norm`` if it
+            sets none); by default only ``max_clip_norm`` limits it. A tighter bound
+            reveals more about a site that declines because of it.
         ring_bits: Accepted ring widths of secure sums: 16, 24 and 32. Fewer bits are
             less precise, but just as secret.
-        levels: Accepted numbers of levels, where a job rounds updates to few: 3, 4, 8,
-            16 and 256. `[]` accepts only words of `ring_bits`: where all sites are at
-            an outermost level, a sum of few levels reveals it.
-        weight_rules: Accepted weights in secure sums: `examples` reveals the total
-            number of examples of all sites to the aggregator, `uniform` reveals
-            nothing.
+        levels: Accepted numbers of levels: 3, 4, 8, 16 and 256. ``[]`` accepts only
+            words of ``ring_bits``, since a sum of few levels reveals where all sites
+            are at an outermost level.
+        weight_rules: Accepted weights in secure sums: ``examples`` reveals the total
+            number of examples of all sites, ``uniform`` nothing.
         require_hybrid: Whether the keys of secure sums must be derived from ML-KEM-768
             as well as X25519.
         accept_two_sites: Whether to accept a run of two sites without record-level
@@ -101,9 +99,9 @@ class PolicySpec:
             (`training.local_epochs`). No limit by default.
         max_accumulate: Most batches of a step in any round: `training.accumulate`, and
             each value in `training.accumulate_from`.
-        max_values: Most values of a model, its frozen ones and its buffers included. A
-            larger one is refused before memory is allocated for it. A relay compares
-            what the aggregator states.
+        max_values: Most values of a model, its frozen ones and its buffers included,
+            checked before memory is allocated for it. A relay compares what the
+            aggregator states.
         functions: Functions that a job may name: `module:function`; `module:*` for
             every function that the module itself defines; or `./file.py:function` for a
             file beside this one, which must be identical to the job author's. Functions
