@@ -9,9 +9,9 @@ FEWER_RANKS = Method(
         "a Trainer's loop trains all ranks": Thing.TRAINER,
         "Flower apps know one rank only": Thing.FLOWER_APPS,
         "relays know one rank only": Thing.RELAYS,
-        "sites of one group may all have a small rank, and the rest would be of few "
-        "sites": Thing.GROUPS,
-        "other rules compare values of sites, and this site sends 0 for the rest: set "
+        "sites of one group may all have a small rank, so few sites fill the "
+        "rest": Thing.GROUPS,
+        "other rules compare sites, and this one sends 0 for the rest: set "
         "aggregation.combine to mean or contributor_mean": (
             Thing.ROBUST,
             Thing.OWN_RULE,

@@ -18,10 +18,8 @@ BUFFERED = Method(
     },
     instead='use "synchronous"',
     excludes={
-        "a buffer holds whoever comes first, and sums over different sites reveal "
-        f"single updates together: name the sites of each sum in {_GROUPS}": (
-            Thing.SUMS_OF_ALL
-        ),
+        "a buffer holds whoever comes first, and such sums together reveal single "
+        f"updates: name the sites of each sum in {_GROUPS}": (Thing.SUMS_OF_ALL),
         "every site that is idle gets the newest model": (
             *(Thing.SAMPLES, Thing.REMEMBERING, Thing.OVER_SELECTION),
         ),
@@ -41,13 +39,13 @@ BUFFERED_SUMS = Method(
     excludes={
         "without secure aggregation each update counts alone: set "
         "privacy.secure_aggregation.enabled": Thing.OPEN_UPDATES,
-        "sites of one group may all have a small rank, and the rest would be of few "
-        "sites": Thing.FEWER_RANKS,
+        "sites of one group may all have a small rank, so few sites fill the "
+        "rest": Thing.FEWER_RANKS,
         "groups that are drawn have one round together": Thing.GROUPS,
         "a buffer adds up sums with different steps of the levels": Thing.LEVELS,
         "the sites of a group wait for its slowest, and steps are shared out among all "
         "sites: put sites of one speed into a group": Thing.CAPACITY,
-        "the noise of all sites adds up in one sum, and a group has a part of it: "
+        "a group has only a part of the noise of all sites: "
         'protect records (unit = "record")': (Thing.JOINT, Thing.WHOLE_SITES),
     },
     private_because="each site's own noise is in the sum of its group",

@@ -13,8 +13,8 @@ CAPACITY = Method(
         "it gives sites numbers of steps: use training.local_steps": Thing.EPOCHS,
         "shared noise protects only one step per round: use unit = "
         '"record"': Thing.JOINT,
-        "all sites are shown each site's steps, which follow its pace, and its noise "
-        "hides only its update": Thing.WHOLE_SITES,
+        "all sites see each site's steps, and its noise hides only its "
+        "update": Thing.WHOLE_SITES,
         "all sites of a group take the same steps": Thing.GROUPS,
         "both choose the steps of a round": Thing.CHOSEN_STEPS,
         "the batches before a round must be known": Thing.LARGER_STEPS,

@@ -18,8 +18,7 @@ REMEMBERING = Method(
     instead='use "uniform"',
     excludes={_NO_CHOICE: Thing.ALL_ASKED},
     private_because=(
-        "it counts only which sites were asked and which updates counted; every site "
-        "that is asked is charged, and no round is claimed to hide who was"
+        "every site that is asked is charged, and no round is claimed to hide who was"
     ),
 )
 FAIR = Method(
@@ -35,8 +34,7 @@ UTILITY = Method(
     on=("utility",),
     instead='use "uniform" or "fair"',
     excludes={
-        "it ranks sites by losses and times, and such a cohort would reveal something "
-        "about their records": Thing.PRIVACY,
+        "its cohorts reveal something about losses and times of sites": Thing.PRIVACY,
     },
 )
 OVER_SELECTION = Method(
@@ -78,8 +76,8 @@ CODECS_UP = Method(
     always_decides=True,
     instead='use "identity"',
     excludes={
-        "rules other than means compare the values of sites, and each site sends other "
-        "places and 0 for the rest: set aggregation.combine to mean or "
+        "rules other than means compare values, and each site sends other places: set "
+        "aggregation.combine to mean or "
         "contributor_mean": Thing.COMPARED_PLACES,
     },
     private_because="an update has the noise of its steps before it is rounded",

@@ -16,8 +16,8 @@ _unit = partial(
 )
 
 _OF_RECORDS: Mapping[str, str] = {
-    "contrastive compares each record with the others of its batch, so that what one "
-    "record adds cannot be clipped: set unit to site, use another "
+    "contrastive compares each record with others, so what it adds cannot be clipped: "
+    "set unit to site, use another "
     "training.task": Thing.CONTRASTIVE,
     f"clipping a batch's gradient does not bound one record's part; {_TABLE}.clip_norm "
     "clips each record's gradient: remove training.clip_grad_norm": Thing.CLIPPED_STEPS,
@@ -48,8 +48,8 @@ PRIVACY = Method(
         "aggregation.combine": Thing.OWN_RULE,
         "other weights reveal how many records a site holds: set aggregation.weights = "
         '"uniform"': Thing.OTHER_WEIGHTS,
-        "held-out results cannot get noise where one record changes how many "
-        "predictions are made, or those of other records: set evaluation.every = "
+        "one record changes how many predictions are made, or those of other records: "
+        "set evaluation.every = "
         f'0, or {_TABLE}.held_out = "public" if the held-out data is '
         "public": Thing.MIXED_RESULTS,
         "products of noised factors have more noise than was "
@@ -68,8 +68,8 @@ PERSON = _unit(
     on=("person",),
     parts=(f"{_TABLE}.records_per_person",),
     excludes={
-        "the records of one person are dealt to several sites, each of which would "
-        "promise its epsilon for its part alone: set data.partition.kind = "
+        "each site would promise its epsilon for its part of a person alone: set "
+        "data.partition.kind = "
         '"by_person"': Thing.DEALT_PERSONS,
         **_OF_RECORDS,
     },
@@ -106,8 +106,8 @@ WHOLE_SITES = _unit(
     ),
     excludes={
         **_IN_SUM,
-        "the noise on results hides one held-out record, but the unit is a whole "
-        f'site: declare the held-out data public ({_TABLE}.held_out = "public"), or '
+        "this noise hides one held-out record, but the unit is a whole site: declare "
+        f'the held-out data public ({_TABLE}.held_out = "public"), or '
         "set evaluation.every = 0": Thing.RECORD_RESULTS,
     },
     ignores={
@@ -129,8 +129,7 @@ STANDARDISE = Method(
     key=f"{_TABLE}.standardise",
     always_decides=True,
     excludes={
-        "exact statistics of a site's own data are permitted, and single records or "
-        "persons are not charged: standardise in the "
+        "exact statistics of a site's own data are permitted here: standardise in the "
         "source": (Thing.NO_PRIVACY, Thing.WHOLE_SITES),
         "tokens have no mean: remove this table": Thing.TOKENS,
     },

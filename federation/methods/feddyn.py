@@ -29,8 +29,12 @@ FEDDYN = Method(
         "corrections cancel only in a mean with the same weights in every round: use "
         "combine = 'mean' with weights 'examples' or "
         "'uniform'": (Thing.OTHER_COMBINE, Thing.DYNAMIC_WEIGHTS),
-        "what is taken from updates would be missing in the server's sum and not at "
-        "the sites": (Thing.CODECS, Thing.LEVELS, Thing.RING_16, Thing.CLIP_ELEMENTS),
+        "what is taken from updates would be missing in the server's sum alone": (
+            Thing.CODECS,
+            Thing.LEVELS,
+            Thing.RING_16,
+            Thing.CLIP_ELEMENTS,
+        ),
         "a site trains one cluster, and the sum is of all: use one "
         "model": Thing.CLUSTERS,
         "all sites must train the same values": Thing.FEWER_RANKS,

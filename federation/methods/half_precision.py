@@ -11,8 +11,8 @@ FLOAT16 = Method(
     needs_dense=True,
     instead='use "bf16"',
     excludes={
-        "a step that is skipped because a gradient overflows reveals something about "
-        "its records, and scaled gradients do not fit the clip norm: use unit = "
+        "a step that is skipped on overflow reveals something about its records, and "
+        "scaled gradients do not fit the clip norm: use unit = "
         '"site"': Thing.RECORDS,
     },
     private_because="noise for whole sites covers whatever a site's steps do",

@@ -16,8 +16,8 @@ LEVELS = Method(
         "communication.down_codec to identity": Thing.SUMS_OF_ROUNDED,
         "what earlier rounds left out would change the sensitivity: use unit = "
         '"record"': Thing.JOINT,
-        "what earlier rounds left out is added to an update after clipping, and few "
-        'levels have no room for noise: use unit = "record"': Thing.WHOLE_SITES,
+        "what earlier rounds left out is added after clipping, and few levels have "
+        'no room for noise: use unit = "record"': Thing.WHOLE_SITES,
         "levels have a bound of their own, and what lies beyond it is sent "
         "later": Thing.ELEMENT_BOUND,
         "groups have sums of their own, with no common steps": Thing.GROUPS,

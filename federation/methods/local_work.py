@@ -13,7 +13,7 @@ CHOSEN_STEPS = Method(
         "instead of local_epochs": Thing.EPOCHS,
         "shared noise protects only one step per round: use unit = "
         '"record"': Thing.JOINT,
-        "one site's pace would show in the steps of all, and its noise hides only its "
+        "one site's pace shows in the steps of all, and its noise hides only its "
         "update": Thing.WHOLE_SITES,
     },
     private_because=(
@@ -30,8 +30,7 @@ LARGER_STEPS = Method(
         "larger steps raise the sampling rate for which noise is planned: lower "
         "training.learning_rate instead": Thing.JOINT,
         "the batches before a round must be known": Thing.CHOSEN_STEPS,
-        "steps that are taken ahead have the size of their round, and sites would "
-        "wait for them": Thing.OVERLAP,
+        "sites would wait for larger steps that are taken ahead": Thing.OVERLAP,
     },
     private_because="each round is charged for the sampling rate of its steps",
 )

@@ -7,8 +7,11 @@ NORMALIZED_STEPS = Method(
     key="training.normalized_steps",
     excludes={
         "every site takes local_steps steps: use local_epochs": Thing.STEPS,
-        "a step counts 1 in the update only with plain sgd, without momentum and "
-        "weight decay: use it": (Thing.OTHER_OPTIMIZERS, Thing.WEIGHT_DECAY),
+        "steps count 1 only with plain sgd, without momentum and weight decay: use "
+        "it": (
+            Thing.OTHER_OPTIMIZERS,
+            Thing.WEIGHT_DECAY,
+        ),
         "the proximal term shrinks earlier steps": Thing.PROXIMAL,
         "steps of a warm-up count less than others": Thing.WARM_UP,
     },

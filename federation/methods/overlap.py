@@ -17,7 +17,6 @@ OVERLAP = Method(
         ONE_RANK: Thing.RANKS,
     },
     private_because=(
-        "what steps ahead led to is looked at only after the round that has them was "
-        "charged for all its steps"
+        "what steps ahead led to is used only after their round was charged"
     ),
 )

@@ -13,8 +13,8 @@ PERSONAL = Method(
     name=Thing.PERSONAL,
     key="model.personal",
     excludes={
-        "noise is added to the sum only, so personal parts would carry records "
-        'without noise into the next update: use unit = "record"': Thing.JOINT,
+        "noise is only in the sum, so personal parts would carry records into the "
+        'next update: use unit = "record"': Thing.JOINT,
         "a site evaluates its own model, whose personal part has no noise: set "
         "evaluation.every = 0": Thing.SITE_RESULTS,
         "steps taken ahead begin with the site's own whole model": Thing.OVERLAP,
@@ -36,8 +36,8 @@ CLUSTERS = Method(
     excludes={
         'each site chooses a cluster for itself: add "choice.*" to '
         "model.personal": Thing.SHARED_CHOICE,
-        "a cluster that only one site chooses would hold its update alone, and the "
-        'aggregator can steer the choice: use unit = "site", do without secure '
+        "a cluster that one site chooses holds its update alone, and the aggregator "
+        'can steer the choice: use unit = "site", do without secure '
         "aggregation": Thing.OPEN_SUMS,
         "a site chooses a cluster by losses of its records, which have no noise: use "
         'unit = "site"': Thing.RECORDS,

@@ -23,7 +23,7 @@ STATISTICS = Method(
             *(Thing.SERVER_STEP, Thing.RUNNING_SUM, Thing.CLIP_ELEMENTS),
         ),
         _WHOLE: (Thing.SAMPLES, Thing.BUFFERED, Thing.GROUPS),
-        "noise is added to the sums of each site, where the unit is a record: set "
+        "each site adds noise for single records to its sums: set "
         'privacy.differential_privacy.unit = "record"': (
             *("noise for persons", Thing.JOINT, Thing.WHOLE_SITES),
         ),

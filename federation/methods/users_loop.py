@@ -9,8 +9,8 @@ USERS_LOOP = Method(
     always_decides=True,
     instead="name another task",
     excludes={
-        "a Trainer's loop computes the gradient of a whole batch, so what one record "
-        'adds cannot be clipped: use unit = "site", or another task, which trains the '
+        "a Trainer's loop computes the gradient of a whole batch, which bounds no "
+        'record: use unit = "site", or another task, which trains the '
         "Trainer's model and data in the job's own loop": Thing.RECORDS,
         "a Trainer's loop does not support this": (
             *(Thing.PROXIMAL, Thing.NORMALIZED, Thing.OVERLAP, Thing.KEPT_ZEROS),
