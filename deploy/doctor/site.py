@@ -219,6 +219,7 @@ def _skew(date: str, now: float, waited: float) -> Iterator[Check]:
         yield ok("clock skew", found)
 
 
+@or_problem("admission", _ENROL)
 def _is_let_in(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     if config.certificate is None:
         return

@@ -124,6 +124,8 @@ def test_doctor_says_that_a_site_was_revoked(place: Place):
     assert "empty folder" in found["admission"].advice
     assert found["aggregator"].status == "ok"
     assert "bandwidth" not in found
+    (place.path.parent / "site.pem").chmod(0o644)
+    assert place.examined(SystemClock())["admission"].status == "problem"
 
 
 @pytest.mark.parametrize(
