@@ -184,6 +184,25 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Energy:
+    """What a whole machine took while it worked, whatever else ran there.
+
+    Attributes:
+        joules: At least and at most; None if unknown.
+        grams: gCO2e, likewise; None without the carbon intensity of its electricity.
+        method: How it was measured: ``RAPL``, ``NVML`` or a ``model``, joined by
+            ``and``; or ``unknown``.
+    """
+
+    joules: tuple[float, float] | None
+    grams: tuple[float, float] | None
+    method: str
+
+
+UNKNOWN_ENERGY = Energy(joules=None, grams=None, method="unknown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     """What work took of a machine; ``federation.resources`` measures it.
 
@@ -194,12 +213,14 @@ class Resources:
             began; None if the method has none.
         method: ``process``; ``thread`` where sites share a process; or ``clock``,
             which knows only ``busy_seconds``.
+        energy: None if the site does not report it (``policy.report_energy``).
     """
 
     busy_seconds: float
     cpu_seconds: float | None
     peak_memory_bytes: int | None
     method: str
+    energy: Energy | None = None
 
 
 @dataclass(frozen=True, slots=True)

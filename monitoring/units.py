@@ -31,6 +31,12 @@ def format_span(ends: tuple[int, int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
+def format_range(ends: tuple[float, float], unit: float = 1.0) -> str:
+    """A measured range in a unit: ``4,410 to 4,530``; one number if both look alike."""
+    low, high = (f"{float(f'{each / unit:.3g}'):,.15g}" for each in ends)
+    return low if low == high else f"{low} to {high}"
+
+
 def format_duration(seconds: float) -> str:
     """A duration: ``12 ms``, ``0.8 s``, ``42 s``, ``3 min 05 s``, ``2 h 05 min``."""
     if 0 < seconds < _SHOWN_IN_MILLISECONDS:

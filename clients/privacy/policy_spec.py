@@ -102,6 +102,10 @@ class PolicySpec:
         max_values: Most values of a model, its frozen ones and its buffers included,
             checked before memory is allocated for it. A relay compares what the
             aggregator states.
+        report_energy: Whether a round's energy leaves the site, in joules and gCO2e,
+            beside its processor time: never with differential privacy or secure
+            aggregation. It is that of the whole machine while it works on the round,
+            and unknown where `compute.measure` is off or nothing measures the GPUs.
         functions: Functions that a job may name: `module:function`; `module:*` for
             every function that the module itself defines; or `./file.py:function` for a
             file beside this one, which must be identical to the job author's. Functions
@@ -133,6 +137,7 @@ class PolicySpec:
     max_local_epochs: int | None = key(default=None, low=1)
     max_accumulate: int = key(default=10_000, low=1)
     max_values: int = key(default=1_000_000_000, low=1)
+    report_energy: bool = False
     functions: tuple[str, ...] = (
         "clients.models:*",
         "clients.frozen_features:oriented_gradients",

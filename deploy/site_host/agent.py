@@ -77,7 +77,7 @@ from federation.ids import RunId, SiteId, check_name
 from federation.job import job_digest, job_file
 from federation.job.job_extension import check_extension
 from federation.job.spec import JobSpec
-from federation.messages import SiteMessage, Task
+from federation.messages import UNKNOWN_ENERGY, Energy, SiteMessage, Task
 from federation.protocols import Clock
 from federation.vectors import Layout
 from federation.wire import frame as wire
@@ -110,6 +110,7 @@ class SiteAgent:
         refresh: Called before the roster is read for a proposal: an operator's
             signature may make a newer one acceptable.
         departure: Whether the site is about to leave, also before its training ends.
+        energy: What this machine has taken so far.
     """
 
     config: SiteConfig
@@ -119,6 +120,7 @@ class SiteAgent:
     listener: Callable[[str], None] = _LOG.info
     refresh: Callable[[], None] = lambda: None
     departure: Departure = field(default_factory=Departure)
+    energy: Callable[[], Energy] = lambda: UNKNOWN_ENERGY
     _meters: StoreMeters = field(init=False)
     # Runs at work, the one used longest ago first; not opened yet are those whose
     # sites state what they need.
@@ -273,6 +275,7 @@ class SiteAgent:
             clock=self.clock,
             audit=partial(self._note_end, run_id),
             before=run_status.read_one(self._folder(run_id)),
+            reports_energy=config.file.policy.report_energy,
         )
         self._lines[run_id].accept()
 
@@ -624,6 +627,7 @@ class SiteAgent:
                     folder=self._folder(met.run_id),
                     clock=self.clock,
                     stated=stated,
+                    energy=self.energy,
                     stack=stack,
                 )
             except PrivacyError:  # A recovery has to know what the run is.

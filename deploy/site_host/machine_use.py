@@ -1,6 +1,7 @@
 """What a site's machine does, second by second, and the energy that takes.
 
-All of it stays at the site: ``use.csv`` has the newest seconds, ``use.json`` the sums,
+All of it stays at the site, but the energy of a round if ``policy.report_energy`` lets
+it leave: ``use.csv`` has the newest seconds, ``use.json`` the sums,
 and ``use.prom`` the same for the text file collector of a Prometheus node exporter. It
 is of the whole machine, whatever else runs there.
 
@@ -16,7 +17,7 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -24,9 +25,10 @@ from typing import Any
 
 from federation.durable_files import read_json, replace_file
 from federation.errors import CorruptObject, StoreUnavailable
+from federation.messages import UNKNOWN_ENERGY, Energy
 from federation.protocols import Clock
 from federation.typed_json import encode
-from monitoring.units import format_bytes, format_duration
+from monitoring.units import format_bytes, format_duration, format_range
 
 SECONDS, TEXTS_SECONDS = 1.0, 10.0
 MAX_LOG_BYTES = 8 << 20  # Of each of two files: about two days.
@@ -293,6 +295,7 @@ class UseLog:
     _use: MachineUse = field(init=False)
     _before: tuple[float, Counters] | None = None
     _saved: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
         """Go on with earlier sums, unless their energy was unknown."""
@@ -307,10 +310,33 @@ class UseLog:
         Raises:
             OSError, ValueError: See ``Machine.read``.
         """
-        at, counted = self.clock.monotonic(), self.read()
-        before, self._before = self._before, (at, counted)
-        if before is not None:
-            self._add(at - before[0], before[1], counted)
+        with self._lock:
+            at, counted = self.clock.monotonic(), self.read()
+            before, self._before = self._before, (at, counted)
+            if before is not None:
+                self._add(at - before[0], before[1], counted)
+
+    def energy_so_far(self) -> Energy:
+        """What the machine has taken up to now; only differences mean something."""
+        with self._lock, contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+            if self._before is None:
+                return UNKNOWN_ENERGY
+            (at, before), counted = self._before, self.read()
+            newest, methods = energy(before, counted, self.clock.monotonic() - at)
+            known = [
+                joules
+                for joules in (newest, *(each.joules for each in self._use.states))
+                if joules is not None
+            ]
+            if len(known) > len(self._use.states):
+                low, high = (sum(ends) for ends in zip(*known, strict=True))
+                made = [grams(joules, self.grams_per_kwh) for joules in (low, high)]
+                return Energy(
+                    joules=(low, high),
+                    grams=(made[0], made[1]) if self.grams_per_kwh else None,
+                    method=" and ".join(methods),
+                )
+        return UNKNOWN_ENERGY
 
     def _add(self, seconds: float, before: Counters, after: Counters) -> None:
         network = max(0, after.network_bytes - before.network_bytes)
@@ -424,18 +450,12 @@ def lines(use: MachineUse, grams_per_kwh: float, now: float) -> Iterator[str]:
         if each.joules is None:
             yield f"{took}unknown: nothing measures the GPUs (pip install nvidia-ml-py)"
             continue
-        text = f"{took}{_span(each.joules)} kJ"
+        text = f"{took}{format_range(each.joules, 1000)} kJ"
         if grams_per_kwh:
-            made = (1000 * grams(joules, grams_per_kwh) for joules in each.joules)
-            yield f"{text}, {_span(tuple(made))} gCO2e"
+            low, high = (grams(joules, grams_per_kwh) for joules in each.joules)
+            yield f"{text}, {format_range((low, high))} gCO2e"
         else:
             yield f"{text}, gCO2e unknown (compute.grams_per_kwh)"
-
-
-def _span(bounds: Sequence[float]) -> str:
-    """Thousands, at least and at most: one number if they are the same."""
-    low, high = (f"{each / 1000:.3g}" for each in bounds)
-    return low if low == high else f"{low} to {high}"
 
 
 def read_use(folder: Path) -> MachineUse | None:

@@ -51,7 +51,7 @@ from federation.ids import RunId, SiteId
 from federation.job import job_file
 from federation.job.adapter_ranks import contributors
 from federation.job.spec import JobSpec
-from federation.messages import NO_ANCHOR, LedgerAnchor
+from federation.messages import NO_ANCHOR, Energy, LedgerAnchor
 from federation.protocols import Clock, SiteHandler, Trainer
 from federation.resources import CLOCK, PROCESS
 from federation.rounds.local_work import is_by_capacity
@@ -120,6 +120,7 @@ def open_run(
     folder: Path,
     clock: Clock,
     stated: Mapping[SiteId, float] | None,
+    energy: Callable[[], Energy],
     stack: ExitStack,
 ) -> OpenRun:
     """Plan what the site promises, open its ledger and build what answers tasks.
@@ -131,6 +132,7 @@ def open_run(
         clock: Clock of the ledger.
         stated: What all sites have stated that they need; None unless noise is in the
             sum.
+        energy: What this machine has taken so far.
         stack: Closes what was opened.
 
     Raises:
@@ -156,13 +158,16 @@ def open_run(
         seal = _ring_seal(
             met, identity=identity, folder=folder, promise=promise, in_sum=in_sum
         )
+    # Ranks are children, which no meter of this process sees.
+    meter = PROCESS if config.file.compute.ranks == 1 else CLOCK
+    if config.file.policy.report_energy:
+        meter = replace(meter, energy=energy)
     handler = met.federation.site(
         name,
         make_trainer=make_trainer,
         store=LocalStore(folder),
         clock=clock,
-        # Ranks are children, which no meter of this process sees.
-        meter=PROCESS if config.file.compute.ranks == 1 else CLOCK,
+        meter=meter,
         seal=seal,
         tells_all=False,
         works_ahead=True,

@@ -44,6 +44,7 @@ class RunLines:
         clock: Tells time.
         audit: Called with how the run has ended here, and the rounds answered.
         before: What an earlier process, or an earlier coordinator, came to here.
+        reports_energy: Whether the operator lets the energy of rounds leave the site.
     """
 
     run_id: RunId
@@ -57,6 +58,7 @@ class RunLines:
     clock: Clock
     audit: Callable[[str, int], None]
     before: RunStatus | None = None
+    reports_energy: bool = False
     _rounds: set[int] = field(default_factory=set, init=False)
     _evaluations: int = field(default=0, init=False)
     _spent: PrivacySpent | None = field(default=None, init=False)
@@ -190,7 +192,7 @@ class RunLines:
                 spans=_spans(self._rounds),
                 at=self.clock.now(),
                 data=self.data,
-                sent=sent_by(self.job),
+                sent=sent_by(self.job, reports_energy=self.reports_energy),
                 epsilon_cap=None if promise is None else promise.epsilon_cap,
                 epsilon=None if spent is None else spent.epsilon,
                 held_out_epsilon=None if spent is None else spent.held_out_epsilon,

@@ -99,13 +99,15 @@ class RefusedRun:
     at: float
 
 
-def sent_by(job: JobSpec) -> tuple[str, ...]:
+def sent_by(job: JobSpec, *, reports_energy: bool = False) -> tuple[str, ...]:
     """What leaves a site with each answer to a job, in words."""
     private, secret = job.privacy.differential_privacy, job.privacy.secure_aggregation
     left, found = forms(job), dict[str, str]()
     for name, words in _SENT.items():
         if left[name] is not Form.NEVER and (name != "spent" or private.enabled):
             found[name] = words + _ONLY_SUMS * (left[name] is Form.SUM)
+    if reports_energy and "resources" in found:
+        found["resources"] = "processor time, memory and energy"
     noised = private.enabled and private.held_out == "noise"
     if noised and "evaluation" in found:
         found["evaluation"] = found["evaluation"].replace(_RESULTS, _NOISED_RESULTS)

@@ -1,7 +1,7 @@
 """``crossfed site up``: the agent and its node."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +28,7 @@ from deploy.site_host import (
 from deploy.site_host.agent import SiteAgent
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.departure import Departure, watch
+from deploy.site_host.machine_use import UseLog
 from deploy.site_host.relay_service import serve_sites
 from deploy.wiring import exchange
 from federation.errors import JobError
@@ -161,6 +162,9 @@ def _serve(
         agent.refresh = partial(
             enrolment_machine.refresh, config, clock=clock, listener=listener
         )
+    log = _use_log(config, departure, clock)
+    if log is not None:
+        agent.energy = log.energy_so_far
     scratch = config.folder / "scratch"
     with exchange.opened(config.file.exchange, scratch, watch=agent.watch) as frames:
         node = _node(config, agent, frames, departure, clock=clock, listener=listener)
@@ -170,30 +174,24 @@ def _serve(
         if look is not None:
             watch(look, departure, clock, listener)
         try:
-            with _measured(config, departure, clock, listener):
+            with machine_use.measured(log, listener) if log else nullcontext():
                 node.run()
                 end_work()
         finally:
             agent.close()
 
 
-def _measured(
-    config: SiteConfig,
-    departure: Departure,
-    clock: Clock,
-    listener: Callable[[str], None],
-) -> AbstractContextManager[None]:
-    """Measure what the machine does, if the operator has not switched that off."""
+def _use_log(config: SiteConfig, departure: Departure, clock: Clock) -> UseLog | None:
+    """Log what the machine does, if the operator has not switched that off."""
     if not config.file.compute.measure:
-        return nullcontext()
-    log = machine_use.UseLog(
+        return None
+    return UseLog(
         folder=config.folder,
         clock=clock,
         is_at_work=lambda: departure.is_at_work,
         read=machine_use.Machine().read,
         grams_per_kwh=config.file.compute.grams_per_kwh,
     )
-    return machine_use.measured(log, listener)
 
 
 def _node(

@@ -340,6 +340,7 @@ def traffic_of(
         ),
         grouped=grouped,
         measured=measured,
+        reports_energy=bool(stated),
     )
 
 

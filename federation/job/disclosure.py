@@ -68,7 +68,9 @@ INTRODUCED = Rule(
 )
 WORK = Rule(why="what a site reports about its work", secure=Form.NEVER)
 # Under Poisson sampling time grows with the batches, whose sizes are private.
-TIMES = Rule(why="time and resources used", private=Form.NEVER, secure=Form.NEVER)
+TIMES = Rule(
+    why="time, energy and resources used", private=Form.NEVER, secure=Form.NEVER
+)
 SUMMED = Rule(why="exact statistics of a site", private=Form.NEVER, secure=Form.NEVER)
 LOSSES = Rule(why="training losses", private=Form.NEVER, secure=Form.SUM)
 RESULTS = Rule(why="held-out results, noised at the site", secure=Form.SUM)
@@ -172,7 +174,8 @@ PARTS: Mapping[str, str] = {
     # Names of metrics are those of the job; their sums are judged as losses are.
     "MetricSums": "count loss_sum metrics",
     "Phase": "name start_seconds seconds",
-    "Resources": "busy_seconds cpu_seconds peak_memory_bytes method",
+    "Resources": "busy_seconds cpu_seconds peak_memory_bytes method energy",
+    "Energy": "joules grams method",
     "PrivacySpent": "epsilon delta held_out_epsilon anchor",
     "LedgerAnchor": "train evaluate",
 }

@@ -25,6 +25,7 @@ from federation.job.metrics import Metric, metrics_of, reported_of
 from federation.job.spec import JobSpec, RelaySpec, TrainingSpec
 from federation.job.statistics_checks import planned_rounds
 from federation.messages import (
+    Energy,
     LedgerAnchor,
     MaskedUpdate,
     MetricSums,
@@ -64,6 +65,9 @@ _RUN = RunId("20260101-000000-000000")  # Every run id that we make is as long.
 # Numbers whose texts are the shortest and the longest that times, losses and epsilons
 # of a run have. A measured time is never exactly 0, which would be shorter still.
 _SHORT, _LONG = 1.0, 2.0**-30
+_ENERGY = Energy(
+    joules=(_LONG, _LONG), grams=(_LONG, _LONG), method="RAPL and model and NVML"
+)
 _MEMORY = 10**12  # As many digits as a site's memory may have.
 
 # Bytes of a step's messages, down and up, by site.
@@ -151,6 +155,7 @@ class Traffic:
         secure: Sizes of its messages, if the job has secure aggregation.
         grouped: Those of each site, where groups have sums of their own.
         measured: Whether sites measure more than time, as they do but in virtual time.
+        reports_energy: Whether sites may report energy, as only deployed ones do.
     """
 
     job: JobSpec
@@ -159,6 +164,7 @@ class Traffic:
     secure: SecureSizes | None = None
     grouped: Mapping[SiteId, SecureSizes] = field(default_factory=dict)
     measured: bool = True
+    reports_energy: bool = False
     _shares: dict[tuple[str, int, TaskKind], Mapping[SiteId, tuple[Span, Span]]] = (
         field(default_factory=dict, init=False, repr=False, compare=False)
     )
@@ -514,6 +520,7 @@ class Traffic:
             cpu_seconds=seconds if self.measured else None,
             peak_memory_bytes=_MEMORY if end and self.measured else None,
             method=PROCESS.method if end and self.measured else CLOCK.method,
+            energy=_ENERGY if end and self.reports_energy else None,
         )
 
     def _spent(self, index: int, end: int) -> PrivacySpent | None:

@@ -18,6 +18,7 @@ from federation.messages import (
     MAX_MEASURED,
     MAX_METRICS,
     METRIC_NAME,
+    Energy,
     FailureKind,
     LedgerAnchor,
     MetricSums,
@@ -64,6 +65,8 @@ _SUMS = ("count", "loss_sum")
 _PHASE = frozenset({"name", "start_seconds", "seconds"})
 _SPENT = frozenset({"epsilon", "delta", "held_out_epsilon", "anchor"})
 _RESOURCES = frozenset({"busy_seconds", "cpu_seconds", "peak_memory_bytes", "method"})
+_MEASURED = _RESOURCES | {"energy"}
+_ENERGY = frozenset({"joules", "grams", "method"})
 _ANCHOR = frozenset({"train", "evaluate"})
 
 
@@ -129,6 +132,13 @@ def _duration(seconds: float, name: str) -> float:
     if not 0 <= seconds < math.inf:
         raise WireError(f"{name} is {seconds} s, not a finite time of at least 0 s")
     return seconds
+
+
+def _range(ends: tuple[float, float], name: str) -> tuple[float, float]:
+    low, high = ends
+    if not 0 <= low <= high < math.inf:
+        raise WireError(f"{name} is {ends}, not two finite ends of a range from 0 on")
+    return ends
 
 
 def _epsilon(epsilon: float, name: str) -> float:
@@ -234,14 +244,33 @@ def read_phases(value: object, name: str) -> tuple[Phase, ...]:
 
 def read_resources(value: object, _name: str) -> Resources:
     """Read the resources of work."""
-    fields = check_members(value, _RESOURCES)
+    taken = value.get("energy") if isinstance(value, dict) else None
+    fields = check_members(value, _RESOURCES if taken is None else _MEASURED)
     cpu, memory = fields["cpu_seconds"], fields["peak_memory_bytes"]
     return Resources(
         busy_seconds=_seconds(fields["busy_seconds"], "busy_seconds"),
         cpu_seconds=None if cpu is None else _seconds(cpu, "cpu_seconds"),
         peak_memory_bytes=None if memory is None else count(memory, "peak memory"),
         method=text(fields["method"], "method", MAX_PHASE_NAME_CHARS),
+        energy=None if taken is None else _read_energy(taken),
     )
+
+
+def _read_energy(value: object) -> Energy:
+    fields = check_members(value, _ENERGY)
+    return Energy(
+        joules=_read_range(fields["joules"], "joules"),
+        grams=_read_range(fields["grams"], "grams"),
+        method=text(fields["method"], "method", MAX_PHASE_NAME_CHARS),
+    )
+
+
+def _read_range(value: Any, name: str) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2:  # noqa: PLR2004 -- two ends
+        raise WireError(f"{name} is {value!r:.80}, not the two ends of a range")
+    return _range((_float(value[0], name), _float(value[1], name)), name)
 
 
 # Writing: canonical JSON without spaces, members in the order of their names. Text of
@@ -350,9 +379,25 @@ def write_resources(used: Resources, _name: str) -> str:
     return (
         f'{{"busy_seconds":{_write_seconds(used.busy_seconds, "busy_seconds")},'
         f'"cpu_seconds":{cpu_text},'
+        f"{'' if used.energy is None else _write_energy(used.energy)}"
         f'"method":{_write_text(used.method, "method")},'
         f'"peak_memory_bytes":{memory_text}}}'
     )
+
+
+def _write_energy(found: Energy) -> str:
+    return (
+        f'"energy":{{"grams":{_write_range(found.grams, "grams")},'
+        f'"joules":{_write_range(found.joules, "joules")},'
+        f'"method":{_write_text(found.method, "method")}}},'
+    )
+
+
+def _write_range(ends: tuple[float, float] | None, name: str) -> str:
+    if ends is None:
+        return "null"
+    low, high = _range(ends, name)
+    return f"[{_hex(float(low))},{_hex(float(high))}]"
 
 
 def _hex(number: float) -> str:

@@ -232,6 +232,7 @@ def context(
         "store_rows": storage_use.rows,
         "store_total": storage_use.total(view.storage),
         "methods": " or ".join(sorted({s.used.method for s in view.sites if s.used})),
+        "energies": [s.used.energy for s in view.sites if s.used and s.used.energy],
         "aggregator": totals.aggregator,
         **report_privacy.context(view),
     }
@@ -255,6 +256,7 @@ def environment() -> Environment:
         epsilon=format_epsilon,
         fraction=units.format_fraction,
         number=units.format_number,
+        range=units.format_range,
         sentence=lambda text: f"{text[:1].upper()}{text[1:]}.",
         utc=_utc,
     )

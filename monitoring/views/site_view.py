@@ -11,10 +11,18 @@ from federation.events import (
     SitePrivacy,
     SiteShare,
 )
-from federation.messages import FailureKind, MetricSums, PrivacySpent, Resources
+from federation.messages import (
+    UNKNOWN_ENERGY,
+    Energy,
+    FailureKind,
+    MetricSums,
+    PrivacySpent,
+    Resources,
+)
 from monitoring.views.round_view import accuracy_of, loss_of, without_copies
 
-_MOST_SECONDS = 1e12  # A site may claim any number, and a page has to show it.
+# A site may claim any number, and a page has to show it.
+_MOST_SECONDS, _MOST_JOULES = 1e12, 1e15
 
 Series = tuple[tuple[int, float], ...]  # (round index, value)
 
@@ -127,7 +135,28 @@ def total(used: Sequence[Resources]) -> Resources | None:
         cpu_seconds=min(sum(cpu), _MOST_SECONDS) if cpu else None,
         peak_memory_bytes=max(memory, default=None),
         method=used[-1].method,
+        energy=_energy([each.energy for each in used]),
     )
+
+
+def _energy(parts: Sequence[Energy | None]) -> Energy | None:
+    """The energy of all parts: unknown if that of one is, or was not reported."""
+    known = [each for each in parts if each is not None]
+    joules = _added([each.joules for each in known], len(parts))
+    if joules is None:
+        return UNKNOWN_ENERGY if known else None
+    grams = _added([each.grams for each in known], len(parts))
+    return Energy(joules=joules, grams=grams, method=known[-1].method)
+
+
+def _added(
+    ranges: Sequence[tuple[float, float] | None], parts: int
+) -> tuple[float, float] | None:
+    known = [ends for ends in ranges if ends is not None]
+    if not known or len(known) < parts:
+        return None
+    low, high = (min(sum(ends), _MOST_JOULES) for ends in zip(*known, strict=True))
+    return low, high
 
 
 def spent_by_site(event: ModelEvaluated) -> Sequence[tuple[str, PrivacySpent]]:

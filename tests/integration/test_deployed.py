@@ -168,6 +168,10 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
     """And ends with the model of a run that nobody has touched, also when extended."""
     job, at = plain_job(tmp_path), ("--aggregator", federation.config)
     settings = ["rounds=5", "name=resumed", CONSTANT]
+    reporting, kept = SITES[0], federation.folder / SITES[0] / "site.toml"
+    text = kept.read_text()
+    # A site reads its policy again for each run.
+    kept.write_text(text.replace("[policy]", "[policy]\nreport_energy = true"))
     earlier = federation.num_runs()
     follower = federation.run(job, *settings)
     wait_for(lambda: federation.num_runs() > earlier, "the run begins")
@@ -186,8 +190,16 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
         if r["job"] == "resumed"
     ]
     assert (row["status"], row["rounds"]) == ("stopped", stopped)
+    of_site = ("--config", str(kept))
+    told = crossfed("site", "status", *of_site).stdout
+    assert re.search(r"job 'resumed', stopped, .*\n.*\n.*\n.* and energy", told)
     result = finish(federation.run(job, *settings, resume=True))
     assert (result["status"], result["rounds_completed"]) == ("completed", 5)
+    kept.write_text(text)
+    taken = {s["site"]: s["resources"]["energy"] for s in result["sites"]}  # type: ignore[index, attr-defined]
+    assert [site for site, energy in taken.items() if energy] == [reporting]
+    low, high = taken[reporting]["joules"]
+    assert 0 < low <= high
     logged = [
         json.loads(line)
         for line in crossfed("logs", "resumed", *at, "--json").stdout.splitlines()

@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from federation.messages import (
+    Energy,
     FailureKind,
     LeaveReason,
     MaskedUpdate,
@@ -59,12 +60,17 @@ spents = st.none() | st.builds(
     delta=st.floats(0, 1, exclude_min=True, exclude_max=True),
     held_out_epsilon=st.none() | epsilons,
 )
+ranges = st.tuples(seconds, seconds).map(lambda ends: (min(ends), max(ends)))
+energies = st.builds(
+    Energy, joules=st.none() | ranges, grams=st.none() | ranges, method=lines
+)
 resources = st.none() | st.builds(
     Resources,
     busy_seconds=seconds,
     cpu_seconds=st.none() | seconds,
     peak_memory_bytes=st.none() | counts,
     method=lines,
+    energy=st.none() | energies,
 )
 about = {"run_id": names, "round_index": counts, "site": names}
 model = {"based_on": counts, "fragment": counts}

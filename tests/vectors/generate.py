@@ -14,6 +14,7 @@ import numpy as np
 
 from federation.ids import RunId, SiteId
 from federation.messages import (
+    Energy,
     FailureKind,
     LedgerAnchor,
     MaskedUpdate,
@@ -84,6 +85,27 @@ WIRE_MESSAGES: dict[str, wire.WireMessage] = {
             cpu_seconds=5.5,
             peak_memory_bytes=2**31,
             method="process",
+        ),
+    ),
+    "update with energy": SiteUpdate(
+        run_id=_RUN,
+        round_index=3,
+        site=_SITE,
+        layout_digest=_DIGEST,
+        delta_d=np.array([0.5], dtype=np.float32),
+        integers_m=np.array([7], dtype=np.int64),
+        num_examples=1234,
+        num_steps=20,
+        training=None,
+        evaluation=None,
+        evaluation_after=None,
+        phases=(),
+        resources=Resources(
+            busy_seconds=2.75,
+            cpu_seconds=None,
+            peak_memory_bytes=None,
+            method="clock",
+            energy=Energy(joules=(90.5, 99.25), grams=None, method="model"),
         ),
     ),
     "round in bf16": RoundTask(

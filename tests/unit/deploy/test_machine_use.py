@@ -13,6 +13,7 @@ from support import agents
 from deploy.site_host import machine_use, run_status
 from deploy.site_host.machine_use import Counters, Machine, UseLog, energy
 from federation.clock import VirtualClock
+from federation.messages import UNKNOWN_ENERGY
 from federation.typed_json import encode
 
 REST = Counters(
@@ -157,6 +158,35 @@ def test_time_is_training_communication_or_idle(tmp_path: Path):
     assert [row.split(",")[1] for row in rows[1:]] == [
         *("training", "communication", "idle", "idle")
     ]
+
+
+def test_energy_of_a_task_is_read_between_two_looks(tmp_path: Path):
+    """A short task is counted, and one that nothing can measure is unknown."""
+    clock, counted = VirtualClock(1e9), [REST]
+    log = UseLog(
+        folder=tmp_path,
+        clock=clock,
+        is_at_work=lambda: True,
+        read=lambda: counted[-1],
+        grams_per_kwh=360.0,
+    )
+    assert log.energy_so_far() == UNKNOWN_ENERGY  # Nothing has been counted yet.
+    log.look()
+    clock.sleep(1.0)
+    log.look()
+    clock.sleep(0.25)
+    found = log.energy_so_far()
+    joules = (1.25 * 4 * 0.71, 1.25 * 4 * 0.78)
+    assert found.joules == pytest.approx(joules)
+    assert found.grams == pytest.approx([each / 1e4 for each in joules])
+    assert found.method == "model"
+    assert log.energy_so_far() == found  # Asking changes nothing.
+    log.grams_per_kwh = 0.0
+    assert log.energy_so_far().grams is None
+    counted.append(replace(REST, has_gpu=True))
+    assert log.energy_so_far() == UNKNOWN_ENERGY
+    counted.clear()
+    assert log.energy_so_far() == UNKNOWN_ENERGY  # The kernel's files cannot be read.
 
 
 def test_log_is_bounded_and_what_is_damaged_begins_anew(

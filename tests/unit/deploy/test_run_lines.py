@@ -73,6 +73,11 @@ def test_operator_reads_what_leaves(job: JobSpec, first: str):
     assert ("the training loss" in more) == trains
     if not trains:
         assert not {"held-out results", "the number of steps"} & {*more}
+    secure = job.privacy.secure_aggregation.enabled
+    hidden = private or secure or not (trains or job.statistics)
+    reported = "".join(sent_by(job, reports_energy=True))
+    assert ("energy" in reported) is not hidden
+    assert "energy" not in "".join(more)
 
 
 @pytest.mark.parametrize("secure", [False, True])

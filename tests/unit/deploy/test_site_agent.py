@@ -1,5 +1,6 @@
 """What a site's agent takes part in, what it keeps, and what it takes up again."""
 
+import itertools
 import json
 import logging
 import math
@@ -33,6 +34,7 @@ from federation.ids import RunId, SiteId
 from federation.job import code_files, job_file
 from federation.job.spec import JobSpec
 from federation.messages import (
+    Energy,
     FailureKind,
     RoundTask,
     SecureStep,
@@ -224,6 +226,35 @@ def test_run_that_needs_more_memory_than_a_site_gives_all_is_refused(
         found = agents.propose(agent, members, made)
         assert ("schedule.memory_mib" in found.refused) is refused
         assert (found.memory_mib, found.gpu_memory_mib) == (500, 0)
+    agent.close()
+
+
+def test_energy_leaves_a_site_only_if_its_operator_lets_it(
+    agent: SiteAgent, members: Consortium
+):
+    """And never where a round's other resources may not leave."""
+    counts = itertools.count(1.0)
+    agent.energy = lambda: Energy(
+        joules=(n := next(counts), n + 1), grams=None, method="RAPL"
+    )
+    path = agent.config.path
+    for number, reports in enumerate((False, True)):
+        text = path.read_text() + "report_energy = true\n" * reports
+        path.write_text(text)
+        job = small_job(num_sites=2)
+        made = agents.proposal(job, run_id=f"20260102-030405-00000{number}")
+        assert agents.propose(agent, members, made).refused == ""
+        answer = agent.answer(train_task(job, run_id=made.run_id))
+        assert isinstance(answer, SiteUpdate)
+        assert answer.resources is not None
+        taken = Energy(joules=(1.0, 1.0), grams=None, method="RAPL")
+        assert answer.resources.energy == (taken if reports else None)
+        *_, status = run_status.read(agent.config)
+        assert ("energy" in " ".join(status.sent)) is reports
+    accepted(agent, members, private_job())
+    answer = agent.answer(train_task(private_job()))
+    assert isinstance(answer, SiteUpdate)
+    assert answer.resources is None
     agent.close()
 
 

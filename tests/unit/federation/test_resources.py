@@ -3,6 +3,7 @@
 import threading
 
 from federation.clock import VirtualClock
+from federation.messages import UNKNOWN_ENERGY, Energy
 from federation.resources import PROCESS, THREAD, Usage, UsageMeter
 
 
@@ -19,6 +20,23 @@ def test_usage_counts_from_its_beginning():
     used = usage.so_far()
     assert (used.busy_seconds, used.cpu_seconds) == (4.0, 2.5)
     assert (used.peak_memory_bytes, used.method) == (2**30, "process")
+
+
+def test_energy_is_that_between_two_counts():
+    """A range stays one, whatever rounding does; what is unknown stays unknown."""
+    counts = [
+        Energy(joules=(10.0, 12.0), grams=(1.0, 2.0), method="model"),
+        Energy(joules=(15.0, 16.9), grams=(1.5, 2.75), method="RAPL"),
+    ]
+    found = list[Energy | None]()
+    for first, second in (counts, [counts[0], UNKNOWN_ENERGY], [UNKNOWN_ENERGY] * 2):
+        meter = UsageMeter(method="process", energy=iter([first, second]).__next__)
+        found.append(Usage(VirtualClock(), meter).so_far().energy)
+    assert found == [
+        Energy(joules=(5.0, 5.0), grams=(0.5, 0.75), method="RAPL"),
+        *[UNKNOWN_ENERGY] * 2,
+    ]
+    assert Usage(VirtualClock(), PROCESS).so_far().energy is None
 
 
 def test_sites_of_one_process_are_told_apart_by_their_threads():

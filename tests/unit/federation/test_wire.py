@@ -63,6 +63,11 @@ USED: dict[str, Any] = {
     "peak_memory_bytes": None,
     "method": "thread",
 }
+TAKEN: dict[str, Any] = {
+    "joules": [(1.5).hex(), (2.5).hex()],
+    "grams": None,
+    "method": "RAPL",
+}
 EVALUATION = SiteEvaluation(**ABOUT, evaluation=SUMS, phases=())
 FAILURE = SiteFailure(**ABOUT, kind=FailureKind.BUSY, message="still on round 1")
 SECURE_ROUND = replace(TASK, secure=b"\0round\xff")
@@ -484,6 +489,22 @@ def test_missing_and_unknown_fields_are_refused(message: wire.WireMessage):
         (UPDATE, {"resources": {**USED, "cpu_seconds": (-1.0).hex()}}, "finite time"),
         (UPDATE, {"resources": {**USED, "peak_memory_bytes": -1}}, "peak memory"),
         (UPDATE, {"resources": {**USED, "method": "x" * 65}}, "at most 64"),
+        (UPDATE, {"resources": {**USED, "energy": None}}, "exactly"),
+        (UPDATE, {"resources": {**USED, "energy": []}}, "exactly"),
+        *(
+            (UPDATE, {"resources": {**USED, "energy": {**TAKEN, **lie}}}, text)
+            for lie, text in (
+                ({"watts": 1}, "exactly"),
+                ({"method": None}, "one line"),
+                ({"joules": [(1.5).hex()]}, "two ends"),
+                ({"joules": "0x1.8p+0"}, "two ends"),
+                ({"joules": [(2.5).hex(), (1.5).hex()]}, "two finite ends"),
+                ({"joules": [(-1.0).hex(), (1.5).hex()]}, "two finite ends"),
+                ({"grams": [(0.0).hex(), "inf"]}, "two finite ends"),
+                ({"grams": [(0.0).hex(), "nan"]}, "two finite ends"),
+                ({"method": "RAPL\x1b"}, "one line"),
+            )
+        ),
         (EVALUATION, {"evaluation": None}, "exactly"),
     ],
 )

@@ -4,6 +4,7 @@ import io
 import math
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
@@ -22,7 +23,15 @@ from federation.events import (
     RunStarted,
     SiteAnswered,
 )
-from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent, Resources
+from federation.messages import (
+    UNKNOWN_ENERGY,
+    Energy,
+    FailureKind,
+    MetricSums,
+    Phase,
+    PrivacySpent,
+    Resources,
+)
 from monitoring.pages import panels
 from monitoring.pages.figures import MAX_READOUTS
 from monitoring.pages.plots import (
@@ -35,6 +44,7 @@ from monitoring.views.result_json import result
 from monitoring.views.round_view import metrics_of
 from monitoring.views.run_fold import fold
 from monitoring.views.run_view import MAX_SITES_SHOWN, RunView
+from monitoring.views.site_view import total
 
 # One worker draws each page once.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("report")]
@@ -471,6 +481,51 @@ def test_resources_are_shown_with_their_method():
     (site, _) = result(view)["sites"]
     assert site["resources"]["cpu_seconds"] == 244.0
     assert result(view)["rounds"][0]["resources"]["peak_memory_bytes"] == 3 * 10**9
+
+
+def test_energy_is_shown_where_it_came_and_said_to_be_unknown_elsewhere():
+    known = Energy(joules=(2.2e6, 2.5e6), grams=(220.0, 250.0), method="RAPL")
+    used = Resources(
+        busy_seconds=1.0, cpu_seconds=1.0, peak_memory_bytes=None, method="process"
+    )
+    reported = {"aws": known, "gcp": UNKNOWN_ENERGY}
+
+    def reporting(energies: Mapping[str, Energy | None]) -> RunView:
+        return fold(
+            [
+                replace(event, resources=replace(used, energy=energies[event.site[:3]]))
+                if isinstance(event, SiteAnswered)
+                else event
+                for event in event_samples.two_sites(2)
+            ]
+        )
+
+    page = page_with(reporting(reported))
+    for shown in ("4,400 to 5,000 kJ", "440 to 500 g", ">unknown<", "RAPL; unknown"):
+        assert shown in page, shown
+    assert "2 of 2 sites" in page
+    assert "unknown for 1" in page
+    assert ">Energy<" not in page_with(reporting(dict.fromkeys(reported)))
+    first, *_ = result(reporting({**reported, "gcp": None}))["sites"]
+    assert first["resources"]["energy"]["joules"] == (4.4e6, 5e6)
+
+
+def test_a_total_of_energy_is_unknown_if_a_part_is():
+    """It would be less than what was taken; and no site can make it infinite."""
+    used = Resources(
+        busy_seconds=1.0, cpu_seconds=1.0, peak_memory_bytes=None, method="process"
+    )
+    known = Energy(joules=(1.0, LARGEST), grams=None, method="RAPL")
+    for parts, joules in (
+        ([known, known], (2.0, 1e15)),
+        ([known, UNKNOWN_ENERGY], None),
+        ([known, None], None),
+    ):
+        found = total([replace(used, energy=energy) for energy in parts])
+        assert found is not None
+        assert found.energy is not None
+        assert (found.energy.joules, found.energy.grams) == (joules, None)
+    assert total([used, used]) == replace(used, busy_seconds=2.0, cpu_seconds=2.0)
 
 
 @pytest.mark.slow
