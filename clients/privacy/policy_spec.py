@@ -28,8 +28,8 @@ class StatisticsPolicySpec:
         max_epsilon: Largest epsilon of a run of statistics; `policy.max_epsilon` and
             `policy.total_epsilon` hold, too.
         min_count: Fewest of this site's records in a cell of exact statistics. Smaller
-            cells are left out, with others, so that they cannot be computed from the
-            rest; so are columns with fewer values, and sums that tell of fewer records.
+            cells, columns with fewer values and sums that tell of fewer records are
+            left out, with others, so that they cannot be computed from the rest.
             Records without a value in a column are counted exactly. 1 leaves out
             nothing.
         exact_questions: How many different exact questions it answers about its data,
@@ -67,26 +67,26 @@ class PolicySpec:
             `record`, or if `accept_two_sites` is set and the run has two sites.
         min_group: Smallest group of sites whose sum can be computed from all secure
             sums without differential privacy on this data, over all runs. Default:
-            ``min_sites`` or 3, or ``colluding_sites`` + 2 if that is more. With 1,
+            `min_sites` or 3, or `colluding_sites` + 2 if that is more. With 1,
             repeating a run without one site reveals that site's update.
         accept_dropouts: Whether a round without differential privacy may continue when
-            fewer than ``min_group`` sites are absent (a job's ``threshold`` below its
+            fewer than `min_group` sites are absent (a job's `threshold` below its
             number of sites), or sites may change their numbers of local steps
-            (``schedule.allocation = "capacity"``). The difference of two sums then
+            (`schedule.allocation = "capacity"`). The difference of two sums then
             reveals something about these sites.
         colluding_sites: How many other sites may collude with the aggregator and still
             not learn this site's update.
         max_clip_norm: Largest clip norm of an update with secure aggregation.
-        max_element_bound: Largest ``element_bound`` of a job (its ``clip_norm`` if it
-            sets none); by default only ``max_clip_norm`` limits it. A tighter bound
+        max_element_bound: Largest `element_bound` of a job (its `clip_norm` if it
+            sets none); by default only `max_clip_norm` limits it. A tighter bound
             reveals more about a site that declines because of it.
         ring_bits: Accepted ring widths of secure sums: 16, 24 and 32. Fewer bits are
             less precise, but just as secret.
-        levels: Accepted numbers of levels: 3, 4, 8, 16 and 256. ``[]`` accepts only
-            words of ``ring_bits``, since a sum of few levels reveals where all sites
+        levels: Accepted numbers of levels: 3, 4, 8, 16 and 256. `[]` accepts only
+            words of `ring_bits`, since a sum of few levels reveals where all sites
             are at an outermost level.
-        weight_rules: Accepted weights in secure sums: ``examples`` reveals the total
-            number of examples of all sites, ``uniform`` nothing.
+        weight_rules: Accepted weights in secure sums: `examples` reveals the total
+            number of examples of all sites, `uniform` nothing.
         require_hybrid: Whether the keys of secure sums must be derived from ML-KEM-768
             as well as X25519.
         accept_two_sites: Whether to accept a run of two sites without record-level
@@ -106,11 +106,11 @@ class PolicySpec:
             beside its processor time: never with differential privacy or secure
             aggregation. It is that of the whole machine while it works on the round,
             and unknown where `compute.measure` is off or nothing measures the GPUs.
-        functions: Functions that a job may name: `module:function`; `module:*` for
-            every function that the module itself defines; or `./file.py:function` for a
-            file beside this one, which must be identical to the job author's. Functions
-            named inside options must be listed too. Never list a function that does
-            harm with some options.
+        functions: Functions that a job may name, also inside options:
+            `module:function`; `module:*` for every function that the module itself
+            defines; or `./file.py:function` for a file beside this one, which must be
+            identical to the job author's. Never list a function that does harm with
+            some options.
         statistics: What the site answers to jobs of statistics, which add up columns.
     """
 

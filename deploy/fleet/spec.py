@@ -196,9 +196,8 @@ class DeploymentFile:
         organisation: Who operates the aggregator and the sites.
         max_hours: Every machine ends itself after this many hours.
         max_dollars: Budget of all machines of this deployment and their disks in all
-            its runs; traffic, NAT gateways and storage are not counted. Machines end
-            themselves when they have spent it together, and `crossfed up --keep` ends
-            them then. Needs prices younger than 90 days. Default: no budget.
+            its runs; traffic, NAT gateways and storage are not counted. When it is
+            spent, machines end. Needs prices younger than 90 days. Default: no budget.
         deadline_hours: Target for the end of the run, in hours from its beginning:
             `crossfed up --keep` moves spot machines of sites with a home to on-demand
             machines in time to meet it. Default: no deadline.

@@ -100,10 +100,9 @@ class LocalDataSpec:
             `public`, constants that come from elsewhere; `own`, exact statistics of
             this site's data; `pooled`, statistics over the data of several sites. The
             units `record`, `person` and `joint` permit the first two, `site` the first
-            three. Leave it empty if you cannot vouch for the source: jobs with
-            differential privacy then refuse a source that declares nothing.
+            three. Leave it empty if you cannot vouch for the source.
         name: Name of the records, under which the site remembers how much of
-            ``policy.total_epsilon`` they have spent, and their sums and groups. A new
+            `policy.total_epsilon` they have spent, and their sums and groups. A new
             name starts from zero: use one only for different people's records, never
             for a new version or location of the same data.
     """
@@ -190,7 +189,7 @@ class SiteFile:
             data in memory. It works on their tasks one after another, so a job's
             `schedule.round_deadline_seconds` must allow for the others.
         memory_mib: Memory in MiB that all runs at work may take together, by what their
-            jobs state (``schedule.memory_mib``) or this site reported earlier; an
+            jobs state (`schedule.memory_mib`) or this site reported earlier; an
             unknown need counts as nothing. 0 for no limit.
         gpu_memory_mib: The same of the GPUs' memory, by what jobs state alone.
     """

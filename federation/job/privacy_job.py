@@ -19,24 +19,24 @@ class SecureAggregationSpec:
         enabled: Whether the aggregator learns only the sum of the updates.
         threshold: Number of sites that must answer before a sum can be unmasked: all
             (the default; one exchange per round), or more than two thirds (three
-            exchanges), so that the others may drop out. With ``schedule.groups``, of
+            exchanges), so that the others may drop out. With `schedule.groups`, of
             each group.
         groups: Number of groups into which the sites are divided at random. Each has
-            its own sum, and ``aggregation.combine`` compares the groups' means.
-            Default: a single sum, and ``mean``.
+            its own sum, and `aggregation.combine` compares the groups' means.
+            Default: a single sum, and `mean`.
         ring_bits: Bits of an encoded value: 32 (4 bytes up), 24 or 16 (2 bytes up,
             coarser; for at most 16 sites).
         levels: Number of levels, 3, 4, 8, 16 or 256, to which each value of an update
             is rounded, instead of `ring_bits`: 3.8 bits a value at 4 levels and 4
-            sites. A site adds its rounding errors to its next update. The first round
-            takes 16 bits a value.
+            sites, but 16 in the first round. A site adds its rounding errors to its
+            next update.
         clip_norm: Largest Euclidean norm of an update; larger ones are scaled down. A
             smaller bound makes sums more precise. Default: 10; with `unit = "joint"`
             twice the largest change of one step; with `unit = "site"`
             `privacy.differential_privacy.clip_norm`.
         element_bound: Largest absolute value of a single element of an update, times
             the site's weight. A smaller bound makes sums more precise. A site with a
-            larger element declines the round, unless ``clip_elements`` is set.
+            larger element declines the round, unless `clip_elements` is set.
             Everybody sees this number.
         clip_elements: Whether elements larger than `element_bound` are reduced to it,
             and the round is not declined.
@@ -67,9 +67,9 @@ class StandardiseSpec:
     """Standardise records with the noised mean and deviation of their site.
 
     Attributes:
-        low: Smallest value of each feature, or one for all; smaller values are clipped
-            to it. Features are the columns of a record, or the channels of an image.
-            This is a public constant: never derive it from private data.
+        low: Smallest value of each feature (column of a record, or channel of an
+            image), or one for all; smaller values are clipped to it. This is a public
+            constant: never derive it from private data.
         high: Largest value of each feature, or one for all.
         noise_multiplier: Standard deviation of the noise divided by the most that one
             record, or one person with `unit = "person"`, can change the sums. A value
@@ -87,24 +87,23 @@ class DifferentialPrivacySpec:
 
     Attributes:
         unit: Unit of privacy: `none`; `record`, one training record, protected by each
-            site's own noise in training; `person`, all training records of one person,
-            likewise; `joint`, one record, in rounds of one step whose noise adds up in
-            the secure sum; `site`, all the data of one site, with noise in the secure
-            sum.
+            site's own noise; `person`, all training records of one person, likewise;
+            `joint`, one record, in rounds of one step whose noise adds up in the secure
+            sum; `site`, all the data of one site, with noise in the secure sum.
         target_epsilon: Largest epsilon of any site over the run. The noise is
             calibrated to it; if `noise_multiplier` is set, it is only a limit.
-        delta: The delta that goes with epsilon: at most 1 / (10 n) for the n records of
-            a site, its n persons with `unit = "person"`, or n sites with `unit =
-            "site"`. Default: that bound, rounded down to one digit, or less if a site's
-            `policy.max_delta` demands it.
+        delta: The delta that goes with epsilon: at most 1 / (10 n) for the n records,
+            persons (`unit = "person"`) or sites (`unit = "site"`). Default: that bound,
+            rounded down to one digit, or less if a site's `policy.max_delta` demands
+            it.
         clip_norm: Largest Euclidean norm of one record's gradient, of the mean gradient
-            of a person's records with `unit = "person"`, or of a site's update with
-            `unit = "site"`; larger ones are scaled down.
+            of a person's records (`unit = "person"`), or of a site's update (`unit =
+            "site"`); larger ones are scaled down.
         records_per_person: With `unit = "person"`: most records of one person that a
             step uses, drawn at random. `training.batch_size` then counts persons.
         noise_multiplier: Standard deviation of the noise of a step, or of a sum,
             divided by `clip_norm`. Default: calibrated to `target_epsilon`.
-        max_noise_multiplier: With ``unit = "joint"``: largest noise multiplier that a
+        max_noise_multiplier: With `unit = "joint"`: largest noise multiplier that a
             site may need; more is refused. Default: what one expected batch needs.
         reserve_rounds: Extra rounds that the privacy budget covers, since lost and
             interrupted rounds are charged too.
@@ -120,9 +119,9 @@ class DifferentialPrivacySpec:
             update (signal-to-noise ratio below 0.5).
         clipping: How per-record gradients are computed: `hooks` (all in memory),
             `ghost` (only their norms, with a second pass) or `auto`.
-        held_out: Which held-out results leave a site: ``noise``, noised sums, charged
+        held_out: Which held-out results leave a site: `noise`, noised sums, charged
             to a separate budget of the same size for the held-out records; or
-            ``public``, exact sums.
+            `public`, exact sums.
         standardise: `record`, `joint` and `person`: standardise the records of each
             site by noised statistics of its own.
     """

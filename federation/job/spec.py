@@ -44,15 +44,15 @@ class ModelSpec:
             takes them from the factory, and is refused if they differ.
         personal: Name patterns of tensors that each site trains for itself, from the
             factory's values, and never sends. Evaluation uses each site's own. Integer
-            and boolean buffers among them get the role ``keep``.
+            and boolean buffers among them get the role `keep`.
         weights: Weights to start from: a safetensors file or the folder of a completed
-            run, relative to the job file or the working folder, or ``s3://BUCKET/KEY``,
-            ``gs://BUCKET/KEY`` of a file or an export. Loading the job adds a digest,
+            run, relative to the job file or the working folder, or `s3://BUCKET/KEY`,
+            `gs://BUCKET/KEY` of a file or an export. Loading the job adds a digest,
             with which sites compare the first model.
         keep_zeros: Whether values that are 0 in `weights` stay 0, so that a model from
             `crossfed prune` stays as sparse.
         tokenizers: SHA-256 digests of the tokenisers that data sources load with
-            ``clients.models.tokenizer``. A site whose source loads others refuses the
+            `clients.models.tokenizer`. A site whose source loads others refuses the
             job; shards are not checked.
     """
 
@@ -76,8 +76,8 @@ class PartitionSpec:
             example sub-packages of a text), `by_person` (all records of a person),
             `proportional` (at random, in proportion to `speeds`).
         speeds: With `proportional`: speed of each site that gets a part, in the order
-            of the sites and in one unit, such as examples per second. `crossfed data
-            balance RUN` prints the speeds that a run measured.
+            of the sites and in any one unit. `crossfed data balance RUN` prints those
+            that a run measured.
         alpha: Concentration of the Dirichlet distribution: near 0, each class is at one
             site; large values approach `stratified`.
         min_examples: Minimum number of training examples per site; a draw that gives a
@@ -111,10 +111,10 @@ class DataSpec:
         options: Keyword arguments of the function; for a URL `version`, `order`,
             `window`, `warm_up`, `endpoint`, `region`.
         partition: How the data is split among the sites (simulation only).
-        placement: ``static``: each site keeps its part. ``dynamic``: every site can
+        placement: `static`: each site keeps its part. `dynamic`: every site can
             read all of the data, and each round moves parts from slow sites to fast
             ones, so that all end together. In virtual time, or deployed where each
-            ``site.toml`` names this dataset.
+            `site.toml` names this dataset.
     """
 
     source: str
@@ -128,11 +128,11 @@ class OptimizerSpec:
     """The optimiser of local training.
 
     Attributes:
-        name: Algorithm: ``sgd``, ``adam``, ``adamw``, ``muon`` (hidden weight matrices
-            with Muon, all other parameters with AdamW), any other of ``torch.optim`` in
-            lower case, such as ``rmsprop``; or ``module:function`` or
-            ``./file.py:function``, called with the trained parameters, ``lr`` and
-            ``options``.
+        name: Algorithm: `sgd`, `adam`, `adamw`, `muon` (hidden weight matrices
+            with Muon, all other parameters with AdamW), any other of `torch.optim` in
+            lower case, such as `rmsprop`; or `module:function` or
+            `./file.py:function`, called with the trained parameters, `lr` and
+            `options`.
         options: Further keyword arguments of an algorithm other than the first four,
             such as `{ alpha = 0.9 }` of `rmsprop`.
         lr: Learning rate. `muon` scales its steps to the size of AdamW's, so one rate
@@ -205,24 +205,24 @@ class TrainingSpec:
             `compute_metrics` that you name here. `[]` means no bounds; differential
             privacy and secure aggregation require bounds.
         classes: Names of at most 32 classes, from label 0 on, for a confusion matrix on
-            held-out data: with ``classification``, ``segmentation``, and your own
-            objective if it returns ``logits``. They increase noise on held-out results.
-        measures: Further measures on held-out data: ``auc`` (``binary``),
-            ``calibration`` (``classification``, ``binary``), ``reliability`` (the same,
-            and the bins of the diagram), ``recall_at_K`` (``classification``,
-            ``contrastive``); all of them with your own objective, if it returns
-            ``logits``. Each increases noise on held-out results.
+            held-out data: with `classification`, `segmentation`, and your own
+            objective if it returns `logits`. They increase noise on held-out results.
+        measures: Further measures on held-out data: `auc` (`binary`),
+            `calibration` (`classification`, `binary`), `reliability` (the same,
+            and the bins of the diagram), `recall_at_K` (`classification`,
+            `contrastive`); all of them with your own objective, if it returns
+            `logits`. Each increases noise on held-out results.
         subgroups: Public names of at most 16 subgroups, whose number of predictions,
             loss and accuracy are reported on held-out data: values of
-            ``subgroup_column``, or names of the data's groups. They increase noise on
+            `subgroup_column`, or names of the data's groups. They increase noise on
             held-out results.
         subgroup_column: Input, of a dict of columns, whose value says which subgroup a
             record is in. Default: the groups of `clients.data.Examples`.
         min_subgroup: A site leaves smaller subgroups out of its sums, and further ones
             until those left out have as many records together. Without effect on noised
             results.
-        max_tokens: Most predictions in one record: its tokens (``causal_lm``: one
-            fewer) or, for ``segmentation``, its pixels. A site refuses longer records,
+        max_tokens: Most predictions in one record: its tokens (`causal_lm`: one
+            fewer) or, for `segmentation`, its pixels. A site refuses longer records,
             since secure aggregation and differential privacy bound a record's part of
             the results by it.
         local_steps: Optimiser steps per site and round; set either this or
@@ -230,9 +230,9 @@ class TrainingSpec:
         local_epochs: Passes of each site over its own data per round.
         batch_size: Examples of one forward and backward pass.
         accumulate: Batches whose gradients are averaged into one optimiser step.
-        accumulate_from: Changes of ``accumulate`` during the run: pairs of a first
-            round and a value. ``[[51, 4], [81, 8]]`` takes 4 batches a step from round
-            51 on, and 8 from round 81 on. Needs ``local_steps``.
+        accumulate_from: Changes of `accumulate` during the run: pairs of a first
+            round and a value. `[[51, 4], [81, 8]]` takes 4 batches a step from round
+            51 on, and 8 from round 81 on. Needs `local_steps`.
         optimizer: Local optimiser.
         learning_rate: Learning-rate schedule.
         overlap_steps: How many of a round's local steps a site takes from its own
@@ -246,14 +246,14 @@ class TrainingSpec:
         proximal_mu: FedProx: strength mu of the pull `mu/2 |x - theta|^2` towards the
             global weights.
         normalized_steps: FedNova: a site that takes n steps in its epochs has its
-            update multiplied by ``normalized_steps`` / n. Choose about the mean n.
-            Needs ``local_epochs`` and plain ``sgd``.
+            update multiplied by `normalized_steps` / n. Choose about the mean n.
+            Needs `local_epochs` and plain `sgd`.
         control_variates: SCAFFOLD: each site corrects its gradients for the drift
             towards its own records, without further bytes. Needs `local_steps`, plain
             `sgd`, and all sites in every round.
-        dynamic_alpha: FedDyn: strength alpha of the pull ``alpha/2 |x - theta|^2``
+        dynamic_alpha: FedDyn: strength alpha of the pull `alpha/2 |x - theta|^2`
             towards the global weights, next to a linear term that a site learns from
-            its own updates. Needs the server optimiser ``running_sum`` and all sites in
+            its own updates. Needs the server optimiser `running_sum` and all sites in
             every round.
         precision: `fp32`; or `bf16` or `fp16`, which compute the forward pass with
             autocast and keep float32 weights. With `fp16`, each site scales its loss,
@@ -353,13 +353,12 @@ class AggregationSpec:
     """How updates become one step of the global model.
 
     Attributes:
-        combine: `mean`; `contributor_mean`, for the codec `top_k` and sites with a
-            `lora_rank`: the mean of each value over the sites that sent it; or a rule
-            that tolerates `byzantine_sites` bad sites: `trimmed_mean`, `median`,
-            `krum`, `multi_krum`; or `module:function` or `./file.py:function`, your own
-            rule, called by the aggregator with the list of all updates and an array of
-            weights, which returns their combination. Not with secure aggregation or
-            differential privacy.
+        combine: `mean`; `contributor_mean`, the mean of each value over the sites that
+            sent it, for the codec `top_k` and sites with a `lora_rank`; a rule that
+            tolerates `byzantine_sites` bad sites: `trimmed_mean`, `median`, `krum`,
+            `multi_krum`; or `module:function` or `./file.py:function`, your own rule,
+            called with the list of all updates and an array of weights, which returns
+            their combination.
         weights: A site's weight: its number of `examples`, `uniform`, or `dynamic`
             (examples times the relative improvement of the loss on its held-out data).
         byzantine_sites: Number of bad sites that `trimmed_mean`, `krum` and
@@ -427,11 +426,11 @@ class CommunicationSpec:
         fragments: Number of parts of the model; each round exchanges one of them, in
             turn. In between, a site keeps its own values of a part. Needs
             `privacy.secure_aggregation.levels`.
-        down_content: What sites receive. ``model``: the whole model. ``change``: its
-            difference from the previous one, encoded by ``down_codec``, or the whole
+        down_content: What sites receive. `model`: the whole model. `change`: its
+            difference from the previous one, encoded by `down_codec`, or the whole
             one in float32 where a site lacks that; needs memory for one more model at
-            each site. ``sum``: the sum of the updates, from which the site computes the
-            new model, in as few bits; needs ``privacy.secure_aggregation.levels``.
+            each site. `sum`: the sum of the updates, from which the site computes the
+            new model, in as few bits; needs `privacy.secure_aggregation.levels`.
     """
 
     codec: CodecSpec = CodecSpec()
@@ -460,13 +459,13 @@ class ScheduleSpec:
     Attributes:
         mode: `synchronous`: a round ends before the next begins. `buffered`: sites
             train all the time, and every `buffer_size` updates make a new model, also
-            updates that began with an older one. A round is then the time between two
+            those that began with an older one. A round is then the time between two
             models.
         buffer_size: Updates that make a model in a buffered run. Default: half as many
-            as there are sites, or the fewest of a sum of one of ``groups``.
+            as there are sites, or the fewest of a sum of one of `groups`.
         max_staleness: Most models that may be newer than the one that an update began
-            with; older updates are discarded. What an update counts is divided by the
-            square root of 1 plus its staleness.
+            with; older updates are discarded. Others count divided by the square root
+            of 1 plus their staleness.
         groups: The sites of each group of a buffered run with secure aggregation, all
             sites once. Each group has sums of its own, at its own pace.
         round_deadline_seconds: A site that has not answered its task by this deadline
@@ -479,37 +478,37 @@ class ScheduleSpec:
         max_lost_rounds: The run stops after this many lost rounds in a row.
         sites_per_round: Number of sites that a round needs, of those that `sampling`
             draws for it; all by default.
-        sampling: How they are drawn. ``uniform``: each set is equally likely. ``fair``:
-            those first whose updates counted least often. ``utility``: mostly those
+        sampling: How they are drawn. `uniform`: each set is equally likely. `fair`:
+            those first whose updates counted least often. `utility`: mostly those
             with a high training loss that are fast enough, and in a part of the places
             those that were not asked for longest. Or a function of yours, as
-            ``module:function``.
+            `module:function`.
         over_selection: Ask this many times `sites_per_round` sites, such as 1.3, and
             end the round with the first `sites_per_round` answers.
         replicas: Groups of sites that train on the same data. The first answer of each
             group counts in a round, and the tasks of the others are withdrawn. In a
-            simulation the first site of a group has a share of the job's data, and the
-            others copies of it; sites with ``data`` of their own must name the same.
-        allocation: ``static``: every site does the same local work. ``capacity``: the
-            aggregator gives sites that it has measured to be faster more local steps,
-            so that all end a round together: ``training.local_steps`` on average, at
-            least a quarter of it, and at most ``max_local_steps``. Each site scales its
-            update to ``training.local_steps``. In virtual time or deployed.
-        local_work: ``fixed``: every round takes ``training.local_steps``. ``auto``: the
+            simulation all sites of a group get the data of the first; sites with `data`
+            of their own must name the same.
+        allocation: `static`: every site does the same local work. `capacity`: sites
+            that were measured to be faster take more local steps, so that all end a
+            round together: `training.local_steps` on average, at least a quarter of it,
+            and at most `max_local_steps`. Each site scales its update to
+            `training.local_steps`. In virtual time or deployed.
+        local_work: `fixed`: every round takes `training.local_steps`. `auto`: the
             aggregator chooses from measured times the fewest local steps, from
-            ``training.local_steps`` to ``max_local_steps``, for which sites train
-            ``training_share`` of the time. The run takes ``rounds`` times
-            ``training.local_steps`` steps in all. In virtual time or deployed.
+            `training.local_steps` to `max_local_steps`, for which sites train
+            `training_share` of the time. The run takes `rounds` times
+            `training.local_steps` steps in all. In virtual time or deployed.
         max_local_steps: Most local steps of a round with `auto`, at least twice
             `training.local_steps`; and of a site with `capacity`, by default four times
             `training.local_steps`.
         training_share: Share of a round that `auto` aims at, for the site that the
             round waits for.
         memory_mib: Memory in MiB that the run takes at each site. A site that limits it
-            (``memory_mib`` in ``site.toml``) has no more runs at once than fit.
+            (`memory_mib` in `site.toml`) has no more runs at once than fit.
             Default: what the site has reported in an earlier run of the job.
         gpu_memory_mib: The same of its GPUs' memory, which no site reports.
-        open_to: Names of sites, with ``*`` and ``?``, that may join a deployed run
+        open_to: Names of sites, with `*` and `?`, that may join a deployed run
             between two rounds if they enrol while it trains. With the job, all other
             sites accept this.
     """
