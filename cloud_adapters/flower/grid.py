@@ -455,7 +455,7 @@ class FlowerGrid:
                     self._fail(batch, question, FailureKind.LEAVING, TOOK_LEAVE)
                     return
             told = flower_errors.failure_of(question.task, message)
-            self._settle(batch, question, told)
+            self._fail(batch, question, told.kind, told.message)
             return
         word = flower_site.read_word(message.content)
         if word is not None:

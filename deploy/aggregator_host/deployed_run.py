@@ -5,7 +5,7 @@ knows of their data is learned from their introductions, or not at all.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -146,6 +146,7 @@ class DeployedRun:
             emit=self._record.emit,
             stop_requested=stop_requested,
             goes_on=goes_on,
+            advised=self.failed,
             meter=PROCESS,
             extensions=run.extensions(),
             newest_saved=run.newest_saved(),
@@ -188,11 +189,11 @@ class DeployedRun:
 
     def revoked(self) -> frozenset[SiteId]:
         """Sites whose keys in the run's roster are revoked by now."""
-        try:
-            book = BookFile(folder=run_queue.folder_of(self._run)).read()
-        except FederationError:  # Verbs and the service say what is damaged.
-            return self._parties.revoked
-        return book.revoked_sites(self._parties.roster)
+        book = BookFile(folder=run_queue.folder_of(self._run))
+        found = self._parties.revoked
+        with suppress(FederationError):  # The service says what cannot be read.
+            found |= book.noted_revoked(self._parties.roster)
+        return found
 
     def note_connected(self, found: Connected) -> None:
         """Note for people which sites the run waits for."""
@@ -336,15 +337,12 @@ class DeployedRun:
 
     def _coordinate(self, grid: Grid) -> RunState:
         self._handshake.promised = {one.site: one for one in self._promises()}
-        try:
-            return self._assembly.drive(
-                ConnectedSites(engine=DEPLOYED, grid=grid),
-                secret=self._secret(),
-                introduced=self._handshake.data,
-                anchors=self._anchors,
-            )
-        except QuorumNotMet as error:
-            raise self.failed(error) from error.__cause__
+        return self._assembly.drive(
+            ConnectedSites(engine=DEPLOYED, grid=grid),
+            secret=self._secret(),
+            introduced=self._handshake.data,
+            anchors=self._anchors,
+        )
 
 
 def _built(job: JobSpec, *, is_new: bool) -> Federation:

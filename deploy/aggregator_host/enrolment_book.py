@@ -132,6 +132,23 @@ class WithdrawnSite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RevokedKeys:
+    """The keys of revoked sites.
+
+    Attributes:
+        keys: Each site's name, and its public key in hexadecimal digits.
+    """
+
+    keys: tuple[tuple[str, str], ...]
+
+    def sites(self, members: Roster) -> frozenset[SiteId]:
+        """Revoked sites, except those that a roster pins with a new key."""
+        pinned = {entry.site: entry.public_key.hex() for entry in members.sites}
+        found = ((SiteId(site), key) for site, key in self.keys)
+        return frozenset(site for site, key in found if pinned.get(site, key) == key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnrolmentBook:
     """The whole record.
 
@@ -212,13 +229,13 @@ class EnrolmentBook:
 
     def revoked_sites(self, members: Roster) -> frozenset[SiteId]:
         """Revoked sites, except those that a roster pins with a new key."""
-        pinned = {entry.site: entry.public_key.hex() for entry in members.sites}
+        return self.revoked_keys.sites(members)
+
+    @property
+    def revoked_keys(self) -> "RevokedKeys":
+        """The keys of revoked sites."""
         gone = (one.member for one in self.withdrawn)
-        return frozenset(
-            SiteId(one.site)
-            for one in gone
-            if pinned.get(SiteId(one.site), one.identity) == one.identity
-        )
+        return RevokedKeys(keys=tuple((one.site, one.identity) for one in gone))
 
     def at(self, now: float) -> "EnrolmentBook":
         """Drop what has expired: invitations, and certificates of members."""
@@ -278,6 +295,33 @@ class BookFile:
         except ValueError as error:
             raise BookDamaged(f"{self.path} is damaged: {error}; {_DAMAGED}") from error
         return book
+
+    def note_revoked(self, book: EnrolmentBook) -> None:
+        """Note who was revoked for coordinators at work.
+
+        They may not read what is new in the aggregator's own folder, as the book is
+        whenever it changes; what is new beside the runs they may read.
+
+        Raises:
+            StoreUnavailable: It cannot be written.
+        """
+        if self._noted.parent.is_dir():  # Otherwise there has been no run.
+            durable_files.write_json(self._noted, book.revoked_keys)
+
+    def noted_revoked(self, members: Roster) -> frozenset[SiteId]:
+        """Sites of a roster whose keys were revoked, as was noted last.
+
+        Raises:
+            CorruptObject: The note is damaged.
+        """
+        noted = durable_files.read_json(
+            self._noted, RevokedKeys, advice="crossfed aggregator up writes it again"
+        )
+        return frozenset() if noted is None else noted.sites(members)
+
+    @property
+    def _noted(self) -> Path:
+        return self.folder / "runs" / "revoked.json"
 
     @contextmanager
     def locked(self) -> Iterator[None]:

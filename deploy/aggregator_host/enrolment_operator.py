@@ -316,6 +316,7 @@ def revoke(
             # From here on it is refused; everything after this only tidies up. If it
             # fails, ``prepare`` reads from the list who was revoked.
             book_file.write(book)
+            book_file.note_revoked(book)
             roster_file.withdraw(config.folder / "roster.toml", site=site)
     return RevocationResult(
         site=site,
@@ -348,6 +349,7 @@ def prepare(config: AggregatorConfig, *, clock: Clock) -> tuple[str, ...]:
             book = book.without(site, at=clock.now())
         if forgotten:
             book_file.write(book)
+        book_file.note_revoked(book)
         book_file.write_revocations(book, authority)
         for site in forgotten:
             roster_file.withdraw(config.folder / "roster.toml", site=site)

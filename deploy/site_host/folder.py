@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -45,6 +45,27 @@ def last_contact(folder: Path) -> float | None:
         return (folder / "contact").stat().st_mtime
     except OSError:
         return None
+
+
+@contextlib.contextmanager
+def noting_end(folder: Path) -> Iterator[None]:
+    """Note which error ends the agent: see ``last_end``."""
+    try:
+        yield
+    except FederationError as error:
+        with contextlib.suppress(OSError):  # It is in the log, too.
+            (folder / "ended").write_text(str(error), encoding="utf-8")
+        raise
+
+
+def last_end(folder: Path) -> tuple[str, float] | None:
+    """Why an agent ended by itself, and when; None if the aggregator answered since."""
+    try:
+        at = (folder / "ended").stat().st_mtime
+        reason = (folder / "ended").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return (reason, at) if at >= (last_contact(folder) or 0.0) else None
 
 
 def node_key(path: Path) -> ec.EllipticCurvePrivateKey:

@@ -181,6 +181,8 @@ class SiteStatus:
         is_up: Whether an agent or relay runs in its folder.
         last_contact: When the aggregator or the relay answered it last, seconds since
             1970; None if never.
+        ended: Why its last agent ended by itself, and when, seconds since 1970; None if
+            the aggregator has answered one since.
         certificate_ends: Seconds since 1970; None without a certificate.
         dataset: What the budget of all runs is called; empty without one.
         epsilon_cap: That budget.
@@ -200,6 +202,7 @@ class SiteStatus:
     epsilon: float | None
     runs: Sequence[RunStatus]
     refused: Sequence[RefusedRun] = ()
+    ended: tuple[str, float] | None = None
     use: MachineUse | None = None
     grams_per_kwh: float = 0.0
 
@@ -216,6 +219,7 @@ def status(config: SiteConfig) -> SiteStatus:
         site=config.file.name,
         is_up=folder_lock.is_held(config.folder / "agent.lock"),
         last_contact=site_folder.last_contact(config.folder),
+        ended=site_folder.last_end(config.folder),
         certificate_ends=enrol.certificate_ends(config),
         dataset="" if budget.epsilon is None else budget.dataset,
         epsilon_cap=budget.epsilon,
@@ -262,6 +266,10 @@ def lines(found: SiteStatus, now: float) -> Iterator[str]:
 
 def _agent(found: SiteStatus, now: float) -> str:
     """Whether an agent runs and is in touch: a frozen one keeps its lock."""
+    if found.ended is not None and not found.is_up:
+        reason, at = found.ended
+        since = format_duration(max(0.0, now - at))
+        return f"no agent runs; the last one ended {since} ago: {wire.one_line(reason)}"
     if found.last_contact is None:
         return "its agent runs; not connected yet" if found.is_up else "no agent runs"
     ago = max(0.0, now - found.last_contact)

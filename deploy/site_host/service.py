@@ -107,7 +107,10 @@ def serve(
             take_over=take_over,
         ) as held:
             if held is not None:
-                with site_page.served(held, clock=clock, listener=listener):
+                with (
+                    site_folder.noting_end(held.folder),
+                    site_page.served(held, clock=clock, listener=listener),
+                ):
                     _serve(held, departure, clock=clock, listener=listener, begun=begun)
 
 

@@ -29,6 +29,7 @@ from cloud_adapters.local.transcript import recorded
 from deploy.wiring import parts as wiring
 from federation.clock import VirtualClock
 from federation.compression.change import first_residual
+from federation.errors import QuorumNotMet
 from federation.events import Emit, RunExtended
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
@@ -204,6 +205,7 @@ class Run:
         emit: Where events go.
         stop_requested: Asked after every round.
         goes_on: Whether another coordinator continues the run after an error.
+        advised: Gives an error the advice of the engine, if it knows better.
         transcript: Folder for every message as the aggregator saw it.
         seen: What looks on as the aggregator gathers; an audit's witness.
         meter: Measures what rounds take of this process.
@@ -219,6 +221,7 @@ class Run:
     emit: Emit
     stop_requested: Callable[[], bool] = lambda: False
     goes_on: Callable[[BaseException], bool] = lambda _error: False
+    advised: Callable[[QuorumNotMet], QuorumNotMet] = lambda error: error
     transcript: Path | None = None
     seen: Callable[[Gather], Gather] = field(default=lambda gather: gather)
     meter: UsageMeter = CLOCK
@@ -337,6 +340,7 @@ class Run:
             emit=self.emit,
             stop_requested=self.stop_requested,
             goes_on=self.goes_on,
+            advised=self.advised,
             anchors=anchors,
             meter=self.meter,
             allocate=self.allocate,

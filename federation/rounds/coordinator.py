@@ -75,6 +75,7 @@ class ServerParts:
         emit: Where events go.
         stop_requested: Whether a person wants the run to stop after this round.
         goes_on: Whether another coordinator continues with the run after an error.
+        advised: Gives an error the advice of the engine, if it knows better.
         anchors: The largest anchor of each site that is known beside the checkpoints.
         meter: Measures what rounds take of this process.
         returned: Which of some sites are there again before a round: ``Grid.returned``.
@@ -96,6 +97,7 @@ class ServerParts:
     emit: events.Emit
     stop_requested: Callable[[], bool]
     goes_on: Callable[[BaseException], bool] = lambda _error: False
+    advised: Callable[[QuorumNotMet], QuorumNotMet] = lambda error: error
     anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
     meter: UsageMeter = CLOCK
     returned: Callable[[Collection[SiteId], int], Collection[SiteId]] = (
@@ -156,8 +158,9 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
         status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         if parts.goes_on(error):
             status = "interrupted"
-        _emit_finished(parts, state, status, str(error), start)
-        raise
+        told = parts.advised(error) if isinstance(error, QuorumNotMet) else error
+        _emit_finished(parts, state, status, str(told), start)
+        raise told from error.__cause__
     status = "completed" if is_complete else "exhausted" if exhausted else "stopped"
     _emit_finished(parts, state, status, exhausted, start)
     return state

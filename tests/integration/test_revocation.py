@@ -26,6 +26,17 @@ pytestmark = [
 ]
 
 STAYS, GOES = SITES
+POLICY = 'privacy = "none"\nsecure_aggregation = false\n'
+JOB = f"""
+name = "short"
+rounds = 200
+model.factory = "clients.models:logistic_regression"
+model.options = {{ inputs = 64, classes = 10 }}
+data.source = "clients.data:digits"
+training.local_steps = 1
+training.learning_rate.name = "constant"
+sites = [{{ name = "{STAYS}" }}, {{ name = "{GOES}" }}]
+"""
 
 
 def _log(federation: Deployment, name: str) -> str:
@@ -83,3 +94,31 @@ def test_revoked_site_is_shut_out_while_another_renews(tmp_path: Path):
             ("enrolled", GOES),
             ("revoked", GOES),
         ]
+
+
+def test_run_says_that_its_site_was_revoked_and_what_to_do(tmp_path: Path):
+    """In its record, at the command line, in its report, and at the site itself."""
+    job = tmp_path / "job.toml"
+    job.write_text(JOB)
+    with deployed(tmp_path, POLICY) as federation:
+        follower = federation.run(job)
+        wait_for(lambda: federation.rounds("completed") > 1, "two rounds")
+        crossfed("aggregator", "revoke", GOES, "--config", federation.config)
+        _, said = follower.communicate(timeout=300)
+        assert follower.returncode == 1
+        assert federation.processes.pop(GOES).wait(120) == 2
+
+        (end,) = federation.events("RunFinished")
+        failed = {event["message"] for event in federation.events("SiteFailed")}
+        assert failed == {"the site was revoked"}
+        assert not federation.events("Warned")  # Nobody waits for such a site.
+        runs = (tmp_path / "aggregator" / "runs").glob("*/*/report.html")
+        (report,) = [path.read_text() for path in runs]
+        for text in (end["message"], said, report):
+            assert f"revoked: {GOES}" in text
+            assert "aggregator invite" in text
+            assert "--resume" not in text
+        config = str(tmp_path / GOES / "site.toml")
+        status = crossfed("site", "status", "--config", config).stdout
+        assert "rejects this site" in status
+        assert "invitation" in status

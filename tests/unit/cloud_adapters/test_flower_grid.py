@@ -669,6 +669,17 @@ def test_revoked_site_is_named_and_not_awaited(beating: Beating, clock: VirtualC
     assert clock.now() - before < 15.0
 
 
+def test_site_that_is_revoked_during_its_task_is_named(
+    flower: FakeFlower, clock: VirtualClock
+):
+    """Not Flower's word for a node that is gone."""
+    grid = make_grid(flower, clock, revoked=lambda: frozenset({SITES[0]}))
+    flower.spoilt = dict.fromkeys((10, 20, 30), Error(5, "gone"))
+    found = {r.message.site: r.message.message for r in exchange(grid)}
+    gone = "Flower error 5: gone"
+    assert found == {**dict.fromkeys(SITES, gone), SITES[0]: "the site was revoked"}
+
+
 def test_node_that_leaves_between_two_looks_costs_one_round(
     beating: Beating, clock: VirtualClock
 ):

@@ -191,7 +191,14 @@ def test_site_that_is_revoked_while_a_run_goes_on(
     deployed = DeployedRun(run, parties, clock=SystemClock(), listeners=[heard.append])
     assert deployed.revoked() == frozenset()
     federation.revoke("site-1")
+    # The kernel keeps a coordinator from reading a book that was replaced.
+    book = federation.aggregator / "sites.json"
+    content = book.read_bytes()
+    book.unlink()
+    book.mkdir()
     assert deployed.revoked() == {"site-1"}
+    book.rmdir()
+    book.write_bytes(content)
     found = Connected(there=("site-0",), missing=("site-1",), seconds=60.0, what="it")
     deployed.note_connected(found)
     (warned,) = heard

@@ -27,7 +27,7 @@ from deploy.site_host.agent import SiteAgent
 from deploy.wiring import parts as wiring
 from federation.clock import SystemClock
 from federation.epsilon_text import format_cap
-from federation.errors import FederationError, JobError, ProtocolError
+from federation.errors import FederationError, JobError, ProtocolError, SiteError
 from federation.event_log import read_events
 from federation.events import StoreUsed
 from federation.ids import RunId, SiteId
@@ -359,6 +359,20 @@ def test_operator_sees_what_runs_do_and_what_leaves(
     well, _ = "\n".join(run_status.lines(found, found.last_contact + 3)).split("\n", 1)
     assert well.endswith("its agent runs; last contact 3.0 s ago")
     agent.close()
+
+
+def test_operator_reads_why_the_agent_has_ended(agent: SiteAgent) -> None:
+    """Until one is in touch again."""
+    config = agent.config
+    with pytest.raises(SiteError), site_folder.noting_end(config.folder):
+        raise SiteError("rejected: enrol again")
+    found = run_status.status(config)
+    assert found.ended is not None
+    about, *_ = run_status.lines(found, found.ended[1] + 60)
+    assert about.endswith("the last one ended 1 min 00 s ago: rejected: enrol again")
+    os.utime(config.folder / "ended", (1.0, 1.0))
+    site_folder.note_contact(config.folder)
+    assert run_status.status(config).ended is None
 
 
 @pytest.mark.parametrize("has_data", [False, True])

@@ -355,6 +355,16 @@ def test_too_many_lost_rounds_stop_the_run():
     assert np.array_equal(saved.weights_d, one.weights_d)
 
 
+def test_advice_of_the_engine_is_in_the_error_and_in_the_last_event():
+    """Who was revoked, for instance, the round loop does not know."""
+    run = toy.Toy(job=toy.job({"rounds": 9}), **failing((A, 2), (A, 3), (A, 4)))
+    with pytest.raises(QuorumNotMet) as caught:
+        run.run(advised=lambda error: QuorumNotMet(error.fault, "start a new run"))
+    (finished,) = run.told(RunFinished)
+    assert finished.message == str(caught.value)
+    assert finished.message.endswith("; start a new run")
+
+
 def test_stopped_by_lost_rounds_and_resumed():
     """The sites are back, and the run continues."""
     run = toy.Toy(job=toy.job({"rounds": 6}), **failing((A, 2), (A, 3), (A, 4)))
