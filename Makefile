@@ -140,7 +140,7 @@ fast-sites: $(READY)
 test-faults: $(READY) ## Run the fault matrix and write its table (hours; as root)
 	@mkdir -p runs
 	-cd tests && ../$(BIN)/python -m faults --out ../runs/faults.jsonl
-	cd tests && ../$(BIN)/python -m faults --out ../runs/faults.jsonl --table ../docs/explanation/faults.md
+	cd tests && ../$(BIN)/python -m faults --out ../runs/faults.jsonl --table faults/RESULTS.md
 
 test-cloud: $(READY) ## Run the suite of stores on the buckets of CROSSFED_TEST_S3_URL and _GCS_URL
 	@test -n "$$CROSSFED_TEST_S3_URL$$CROSSFED_TEST_GCS_URL" || { \

@@ -248,8 +248,8 @@ def _baselines(rows: Sequence[Result]) -> Iterator[str]:
     yield table_line(*heads)
     yield table_line(*["---"] * len(heads))
     for row in rows:
-        if row["interface_up"] is None:
-            continue
+        if row["interface_up"] is None or row["pace"] == 1:
+            continue  # Rows of DDP with steps of a second are in "Measured".
         sent = (row["formula_each_way"], row["interface_up"], row["interface_down"])
         yield table_line(
             row["method"],
@@ -263,17 +263,12 @@ def _baselines(rows: Sequence[Result]) -> Iterator[str]:
     yield ""
     whole = [row for row in rows if row["loss"] is not None]
     if whole:
-        yield table_line("method", "parameters", "steps", "rate", "loss")
-        yield table_line(*["---"] * 5)
-        for row in whole:
-            yield table_line(
-                row["method"],
-                f"{row['parameters']:,}",
-                str(row["steps"]),
-                f"{row['learning_rate']:g}",
-                f"{row['loss']:.3f}",
-            )
-        yield ""
+        found = (
+            f"{row['method']} {row['loss']:.3f} ({row['steps']} steps, rate "
+            f"{row['learning_rate']:g})"
+            for row in whole
+        )
+        yield f"Losses: {'; '.join(found)}.\n"
     zero = timed(rows).get("ZeRO-3 (FSDP2)")
     if zero is not None:
         formula = zero["formula_each_way"] / _KILO

@@ -1,4 +1,4 @@
-"""Results for people: a line each, and the tables of ``docs/explanation/faults.md``."""
+"""Results for people: a line each, and the tables of ``RESULTS.md``."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

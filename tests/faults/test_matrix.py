@@ -1,6 +1,6 @@
 """The fault matrix: a few cells for every change, all in ``make test-faults``.
 
-That also makes the table of ``docs/explanation/faults.md``.
+That also makes the tables of ``RESULTS.md``.
 """
 
 from collections.abc import Iterator
