@@ -1,7 +1,9 @@
 """What a run remembers of its sites, for samples."""
 
+import math
 from dataclasses import replace
 
+import pytest
 from support import toy
 
 from aggregator.methods.history import begin
@@ -45,6 +47,12 @@ def test_late_site_is_as_slow_as_it_was_waited_for():
     assert after(0.25, late=9.0) == SiteHistory(
         2, 1, 1, loss=0.5, predictions=3, seconds=9.0
     )
+
+
+@pytest.mark.parametrize("loss", [math.inf, math.nan])
+def test_loss_that_is_no_number_leaves_what_was_known(loss: float):
+    found = after(loss)
+    assert (found.counted, found.loss, found.predictions) == (2, 0.5, 3)
 
 
 def test_history_is_in_the_checkpoint():

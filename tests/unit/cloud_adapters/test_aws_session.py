@@ -4,6 +4,14 @@ import pytest
 
 from cloud_adapters.net.aws_session import new_session
 
+REGION = "us-east-1"
+
+
+def test_a_description_is_parsed_once():
+    """EC2's takes half a second, and a command that watches opens many sessions."""
+    one, other = (new_session().client("sts", REGION) for _ in range(2))
+    assert one.meta.service_model.metadata is other.meta.service_model.metadata
+
 
 def test_sessions_look_for_descriptions_in_the_same_folders():
     """However many a long command opens."""

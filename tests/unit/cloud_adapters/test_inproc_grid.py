@@ -488,6 +488,15 @@ def test_close_does_not_wait_for_hanging_sites(monkeypatch: pytest.MonkeyPatch):
     held.opened.set()
 
 
+def test_close_waits_for_sites_that_were_given_up():
+    """They are inside a library as well, which may be in the middle of a step."""
+    gate = Gate(SITES[0])
+    with grid_of(gate, clock=gate.clock) as grid:
+        list(exchange(grid, tasks(), deadline_seconds=SHORT))
+        threading.Timer(SHORT, gate.opened.set).start()
+    assert gate.passed.acquire(blocking=False)
+
+
 @pytest.mark.parametrize(("ahead", "workers"), [(1, 1), (4, 1), (4, 3)])
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, ahead: int, workers: int):
     """Only so many finished updates wait, and none stays after it was taken."""

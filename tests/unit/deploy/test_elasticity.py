@@ -53,6 +53,10 @@ def test_equal_sites_keep_their_machines():
     assert not resize(federation([60.0] * 3, [59.0, 61.0, 58.0], [57.0] * 3))
 
 
+def test_a_site_does_not_shrink_to_become_the_straggler():
+    assert not resize(federation([60.0] * 3, [60.0] * 3, [31.0] * 3))
+
+
 def test_too_few_rounds_decide_nothing():
     assert not resize(federation([60.0] * 2, [20.0] * 2))
     assert not resize(federation([], []))

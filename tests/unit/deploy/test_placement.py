@@ -1,18 +1,33 @@
 """Sites move to machines on demand while the deadline can still be kept."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cloud_adapters.compute.pool import Market, Node, NodeState
-from deploy.fleet import spec
+from deploy.fleet import spec, spending
 from deploy.fleet.placement import Placement, WorkLeft, check_deadline, market_now
+from deploy.fleet.prices import MachinePrice, Prices
 from deploy.fleet.spec import DeploymentPlan
 from federation.errors import JobError
 
 HOUR = 3600.0
 BOOT_HOURS = 0.25  # As in the file: `start.machine_minutes` is 15 by default.
+PRICES = Prices(
+    as_of="2026-11-01",
+    machines=(
+        MachinePrice(
+            provider="aws",
+            region="us-east-1",
+            machine="g5.xlarge",
+            on_demand=1.0,
+            spot=0.3,
+        ),
+    ),
+    egress=(),
+)
 
 
 @pytest.fixture
@@ -171,6 +186,16 @@ def test_a_stated_price_is_that_of_the_stated_market(plan: DeploymentPlan):
     moved = ours.placed(stated, [node(state=NodeState.GONE)], now)
     assert moved.file.sites[0].dollars_per_hour == 1.5
     assert stated.file.sites[0].in_market("spot").dollars_per_hour == 0.2
+
+
+def test_attached_gpus_are_not_forgotten_in_a_price(plan: DeploymentPlan):
+    """The type alone costs a fraction."""
+    site = plan.file.sites[0]
+    machine = replace(site.machine, accelerator="nvidia-tesla-t4", accelerators=2)
+    with pytest.raises(JobError, match=r"a spot g5\.xlarge \+ 2 x nvidia-tesla-t4"):
+        spending._hourly(
+            replace(plan.file, sites=(replace(site, machine=machine),)), PRICES
+        )
 
 
 def test_a_move_waits_for_the_end_of_the_round_while_the_deadline_allows(

@@ -47,6 +47,14 @@ def test_of_two_folders_one_keeps_the_name(found: list[tuple[str, int, NodeState
     assert len(stay) == min(1, len(alive))
 
 
+def test_who_was_first_is_named():
+    """By the node, which may be looked at."""
+    nodes = [node(2, NodeState.RUNNING), node(1, NodeState.STARTING, owner="other")]
+    with pytest.raises(ComputeError, match=r"was first: site-a \(site-a-1\)"):
+        reconcile.check_first(nodes, "o", "fed")
+    reconcile.check_first(nodes, "other", "fed")
+
+
 def test_a_launch_whose_outcome_nobody_knows_is_repeated():
     """With its own number, of which the service launches one node at most."""
     assert decide(ROLE, [], 3).number == 3

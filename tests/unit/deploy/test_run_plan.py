@@ -79,6 +79,26 @@ def test_time_bytes_and_dollars_are_compared(ran: tuple[RunPlan, RunView, Speeds
     )
 
 
+def test_a_longer_first_round_is_not_spread_over_the_others(
+    ran: tuple[RunPlan, RunView, Speeds],
+):
+    """Nor forgotten: it is predicted once, and so is the set-up."""
+    _, view, _ = ran
+    first, *later = view.rounds
+    longer = replace(first, started_at=first.started_at - 24.0)
+    slow = replace(view, rounds=(longer, *later), seconds=view.seconds + 24.0)
+    job = small_job(num_sites=2, rounds=4)
+    traffic = SIZES(parts.build_federation(job))
+    assert traffic is not None
+    submitted = slow.first_started_at - 7.0
+    speeds = forecast.measured_speeds(slow, traffic, submitted=submitted)
+    assert speeds.first_round_seconds == pytest.approx(24.0, abs=0.2)
+    assert speeds.setup_seconds == pytest.approx(7.0)
+    found = cost.of_run(traffic, speeds)
+    assert found.seconds == pytest.approx(slow.seconds + 7.0, rel=0.02)
+    assert sum(found.phases.values()) == found.seconds
+
+
 @pytest.mark.slow
 def test_a_plan_is_kept_and_shown(ran: tuple[RunPlan, RunView, Speeds], tmp_path: Path):
     """In the run's folder; its page has every row."""
