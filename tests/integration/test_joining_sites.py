@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import slow_models
 from support.deployment import (
     SITES,
     Deployment,
@@ -28,14 +29,16 @@ POLICY = """
 privacy = "none"
 secure_aggregation = false
 accept_two_sites = true
-functions = ["clients.models:*", "clients.data:*"]
+functions = ["support.slow_models:*", "clients.data:*"]
 """
+# Of a step: a run that waits for a site does not keep the cores busy meanwhile.
+STEP = {slow_models.SECONDS: "0.1"}
 JOB = """
 name = "{name}"
 rounds = {rounds}
 
 [model]
-factory = "clients.models:logistic_regression"
+factory = "support.slow_models:slow_network"
 options = {{ inputs = 64, classes = 10 }}
 
 [data]
@@ -51,7 +54,8 @@ optimizer = {{ lr = 0.05 }}
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("joining")
-    with deployed(folder, POLICY, sites=SITES) as made:
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1]), **STEP}
+    with deployed(folder, POLICY, sites=SITES, environment=environment) as made:
         yield made
 
 
@@ -159,6 +163,7 @@ def test_site_joins_a_run_that_trains_once_its_policy_allows(
     crossfed("run", str(longer), *at, "--resume", code=2)
 
 
+@pytest.mark.long
 def test_site_joins_a_buffered_run_and_no_update_counts_twice(
     federation: Deployment, tmp_path: Path
 ):
