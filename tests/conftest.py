@@ -139,7 +139,6 @@ _BEGUN_FIRST = (
     "test_deployed",
     "faults",
     "superlink",
-    "test_deployed_buffered_sums",
     "report",
     "test_killed_at_every_system_call",
     "test_deployed_unequal_sites",
@@ -156,8 +155,6 @@ _BEGUN_FIRST = (
     "test_another_machine_ends_the_round",
     "test_core_alone",
     "huggingface",
-    "test_trials_in_processes",
-    "test_killed_three_times_and_moved_twice",
     "test_a_group_has_one_worker",
 )
 

@@ -561,7 +561,13 @@ def test_both_sides_of_a_coarse_change_hold_the_same_bits(codec: Codec):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "codec",
-    [codec_of(n) for n in ("int8", "int4", "fp4", "top_k", "subset")],
+    [
+        *map(codec_of, ("int4", "top_k")),
+        *(
+            pytest.param(codec_of(name), marks=pytest.mark.long)
+            for name in ("int8", "fp4", "subset")
+        ),
+    ],
     ids=label,
 )
 def test_folding_few_bits_takes_a_chunks_memory(codec: Codec):

@@ -321,6 +321,7 @@ def test_runs_are_held_against_each_other(
     check_refused(done, ["lost its job.toml"], code=2)
 
 
+@pytest.mark.long
 def test_reader_that_leaves_gets_no_traceback(finished: Path) -> None:
     """As in ``crossfed runs | head -1``."""
     done = subprocess.run(  # noqa: S602 -- a pipe of the shell is what is tested

@@ -80,6 +80,7 @@ def sts_answer(seconds: int) -> bytes:
     ).encode()
 
 
+@pytest.mark.long
 def test_short_credentials_are_renewed(
     metadata: Any, s3_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

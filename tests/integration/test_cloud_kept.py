@@ -165,6 +165,7 @@ endpoint = "{gce_server.url}"
 ROLES = sorted(f"site-{site}" for site in SITES)
 
 
+@pytest.mark.long
 def test_half_of_a_launch_is_completed_when_there_is_capacity_again(kept: Kept):
     """What was launched stays; what was refused is reported once and tried again."""
     kept.gcp.refusal = lambda *_: NONE_THERE

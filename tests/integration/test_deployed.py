@@ -316,6 +316,7 @@ def test_every_party_has_its_copy_of_a_users_file(
     assert f"{other} has changed" in (federation.folder / f"{SITES[1]}.log").read_text()
 
 
+@pytest.mark.long
 def test_killed_site_is_named_while_the_run_waits_for_it(federation: Deployment):
     """With secure aggregation a new setup waits first, which has no round."""
     earlier, site = federation.num_runs(), SITES[1]

@@ -16,8 +16,10 @@ from support.deployment import Deployment, deployed, descendants, wait_for
 from support.forked import Forked
 from support.programs import needs
 
+# `make test` has groups of threads: test_buffered_sums.py, test_cohorts.py.
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     needs("nginx"),
@@ -97,7 +99,6 @@ def failures(federation: Deployment) -> set[str]:
     return {failed["kind"] for failed in federation.events("SiteFailed")}
 
 
-@pytest.mark.long  # In the clear it is in test_deployed_unequal_sites.
 def test_frozen_site_holds_up_its_own_group_alone(
     federation: Deployment, tmp_path: Path
 ):
@@ -140,7 +141,6 @@ def test_killed_aggregator_loses_a_round_of_each_group_at_most(
     assert len({*began}) == len(began)
 
 
-@pytest.mark.long
 def test_group_goes_on_without_a_site_that_was_killed_and_takes_it_back(
     federation: Deployment, tmp_path: Path
 ):

@@ -98,6 +98,7 @@ def test_slow_site_takes_fewer_steps_and_ends_with_the_others(
     assert {*steps.values()} == {STEPS * len(ALL)}
 
 
+@pytest.mark.long
 def test_frozen_site_of_a_buffered_run_holds_up_nobody_and_counts_when_it_is_back(
     federation: Deployment, tmp_path: Path
 ):

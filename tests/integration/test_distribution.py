@@ -117,6 +117,7 @@ def test_it_pins_the_files_that_machines_of_clouds_install(wheel: Path, tmp_path
             assert rows[name] == f"sha256={digest.rstrip('=')},{len(data)}", name
 
 
+@pytest.mark.long
 def test_it_trains_where_it_is_installed(wheel: Path, tmp_path: Path):
     """In an environment of its own, which sees the dependencies that are here."""
     venv.create(tmp_path / "env", with_pip=False)

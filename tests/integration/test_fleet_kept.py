@@ -45,6 +45,7 @@ def pid_of(file: Path, role: str) -> int:
     return pid
 
 
+@pytest.mark.long
 def test_a_node_that_dies_is_replaced_and_the_run_completes(file: Path):
     """And when it has, nothing is left that bills."""
     slow_down(file, 400)

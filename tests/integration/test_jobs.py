@@ -132,6 +132,7 @@ SMALL = (
 )
 
 
+@pytest.mark.long
 def test_thin_lines_carry_what_was_predicted() -> None:
     """Bytes and seconds in virtual time, in a small form; steps ahead hide some."""
     seen = {}

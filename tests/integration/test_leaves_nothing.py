@@ -91,6 +91,7 @@ def _files(*folders: Path) -> set[Path]:
     }
 
 
+@pytest.mark.long
 def test_simulate_shows_a_live_picture_on_a_terminal(ended: Ended) -> None:
     """Standard output is a pipe."""
     assert ended.code == 0

@@ -48,6 +48,7 @@ def test_a_check_tells_what_stays_at_a_site(
     assert "1,248 values\neach site trains 2,570 values more for itself" in said
 
 
+@pytest.mark.long
 def test_consolidated_training_remembers_the_first_day(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -141,6 +141,7 @@ def test_two_runs_are_at_work_at_once_and_a_third_waits(
         same_as_simulated(run, path)
 
 
+@pytest.mark.long
 def test_a_higher_priority_takes_its_turn_after_a_round(
     federation: Deployment, tmp_path: Path
 ):

@@ -87,6 +87,7 @@ def test_fair_samples_make_up_for_missed_rounds():
     assert max(found.values()) - min(found.values()) <= 2
 
 
+@pytest.mark.long
 def test_utility_takes_less_time_and_forgets_nobody():
     uniform, found = (
         told(job_of({"rounds": 60}, sampled(name))) for name in ("uniform", "utility")

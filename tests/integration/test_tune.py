@@ -94,8 +94,8 @@ def results(tuning: Tuning) -> list[Any]:
 @pytest.mark.parametrize(
     ("sampler", "trials"),
     [
-        ("cma_es", 8),
-        pytest.param("tpe", 4, marks=pytest.mark.long),
+        pytest.param("cma_es", 8, marks=pytest.mark.long),
+        ("tpe", 4),
         pytest.param("evolutionary", 4, marks=pytest.mark.long),
     ],
 )
@@ -123,6 +123,7 @@ def test_a_search_that_was_stopped_finds_the_same(
     assert b"cma:" not in (tmp_path / "parts" / "search" / "study.db").read_bytes()
 
 
+@pytest.mark.long
 def test_more_trials_continue_a_search(tmp_path: Path) -> None:
     few = search(tmp_path, trials=2)
     more = search(tmp_path, trials=3)
@@ -141,6 +142,7 @@ def test_another_search_does_not_continue_it(tmp_path: Path) -> None:
         search(tmp_path, trials=2)
 
 
+@pytest.mark.long
 def test_poor_trials_end_early(tmp_path: Path) -> None:
     keys = 'metric = "accuracy"\nsampler = "random"\npruner = { min_rounds = 1 }'
     tuning = search(
@@ -177,6 +179,7 @@ def test_trials_in_virtual_time(tmp_path: Path):
         assert second["seconds"] == pytest.approx(records / 1.6, rel=0.01)
 
 
+@pytest.mark.long
 def test_trials_in_processes(tmp_path: Path) -> None:
     tuning = search(tmp_path, trials=2, workers=2)
     assert [t.state for t in tuning.trials] == ["completed"] * 2

@@ -215,6 +215,7 @@ def stored(url: str, endpoint: str) -> set[str]:
         return shards_in(info.key for info in store.list())
 
 
+@pytest.mark.long
 def test_killed_three_times_and_moved_twice(clouds: Clouds, tmp_path: Path):
     """To the model of a run in memory that nobody disturbs."""
     s3_before, gcs_before = len(clouds.s3.requests), len(clouds.gcs.requests)

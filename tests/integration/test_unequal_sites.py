@@ -477,8 +477,15 @@ def test_private_sites_are_charged_for_the_steps_that_they_take(
             assert answer.num_steps == taken[answer.site][answer.round_index - 1]
 
 
-@pytest.mark.parametrize("moment", [("SiteAnswered", 5), ("CheckpointSaved", 5)])
-@pytest.mark.parametrize("secret", [False, True])
+@pytest.mark.parametrize(
+    ("secret", "moment"),
+    [
+        (False, ("SiteAnswered", 5)),
+        (True, ("CheckpointSaved", 5)),
+        pytest.param(False, ("CheckpointSaved", 5), marks=pytest.mark.long),
+        pytest.param(True, ("SiteAnswered", 5), marks=pytest.mark.long),
+    ],
+)
 def test_killed_private_run_pays_for_one_more_round_at_most(
     secret: bool,  # noqa: FBT001
     moment: tuple[str, int],

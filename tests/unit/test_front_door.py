@@ -210,6 +210,7 @@ def users_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_runs_beside_a_users_modules(users_folder: Path):
     done = subprocess.run(

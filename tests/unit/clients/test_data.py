@@ -270,6 +270,7 @@ def test_bundled_data_is_split_by_class(
     assert not np.array_equal(held_out.inputs, source(seed=1)[1].inputs)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_bundled_data_are_read_without_scikit_learn():
     """What scikit-learn ships is what it loads, and it need not be imported."""

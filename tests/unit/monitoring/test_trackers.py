@@ -256,6 +256,7 @@ def mlflow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return mlflow.MlflowClient(place)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # MLflow's own plans with SQLAlchemy.
 def test_mlflow_holds_each_point_once(mlflow_client: Any, tmp_path: Path):

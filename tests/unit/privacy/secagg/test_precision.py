@@ -39,7 +39,7 @@ def _error(contract: Contract) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_sites", [2, 64])
+@pytest.mark.parametrize("num_sites", [2, 16, pytest.param(64, marks=pytest.mark.long)])
 def test_bounded_elements_give_the_mean_to_1e_6(num_sites: int):
     """At 32 bits, whatever the clip norm is; it sets no grid any more."""
     parties = Parties(num_sites)
