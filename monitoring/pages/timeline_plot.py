@@ -53,11 +53,10 @@ def timeline(view: RunView, sites: Sequence[str]) -> Figure | None:
         return None
     figure, axes = new_figure(rows=(len(sites) + 1) * 1.25, width=2 * WIDTH)
     shown: set[str] = set()
-    start, labelled = rounds[0].started_at, -math.inf
-    ends = (row.started_at - start + (row.seconds or 0.0) for row in rounds)
-    room = _LABEL_SHARE * max(ends)
-    for row in rounds:
-        offset = row.started_at - start
+    offsets, labelled = starts(rounds), -math.inf
+    lengths = (row.seconds or 0.0 for row in rounds)
+    room = _LABEL_SHARE * max(map(sum, zip(offsets, lengths, strict=True)))
+    for row, offset in zip(rounds, offsets, strict=True):
         axes.axvline(offset, color=FAINT, lw=0.8, ls=(0, (2, 3)))
         _draw_round(axes, row, offset, sites, shown)
         if offset < labelled + room:
@@ -79,6 +78,21 @@ def timeline(view: RunView, sites: Sequence[str]) -> Figure | None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_duration(x)))
     add_legend(axes, {n: colour for n, colour in PHASES.items() if n in shown})
     return figure
+
+
+def starts(rows: Sequence[RoundView]) -> list[float]:
+    """When each round begins, in seconds after the first one.
+
+    Where the clock was set back, a round begins when the one before has ended.
+    """
+    found, set_back = list[float](), 0.0
+    for before, row in zip([None, *rows], rows, strict=False):
+        start = row.started_at - rows[0].started_at + set_back
+        if before is not None and start < found[-1]:
+            end = found[-1] + (before.seconds or 0.0)
+            start, set_back = end, set_back + end - start
+        found.append(start)
+    return found
 
 
 def _draw_round(

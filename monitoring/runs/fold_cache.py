@@ -5,6 +5,7 @@ another release, or that is damaged, or whose log is another one, is left out.
 """
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,14 +58,18 @@ def write(folder: Path, found: CachedFold) -> None:
         "events": [to_line(event) for event in found.events],
         "log": found.log,
     }
+    body = json.dumps(content).encode()
     with contextlib.suppress(StoreUnavailable):
-        replace_file(folder / NAME, [json.dumps(content).encode()])
+        replace_file(folder / NAME, [_seal(body), body])
 
 
 def read(folder: Path) -> CachedFold | None:
     """Read the cache of a run; None without one that can be used."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        content = json.loads((folder / NAME).read_bytes())
+        seal, body = (folder / NAME).read_bytes().splitlines(keepends=True)
+        if seal != _seal(body):
+            return None
+        content = json.loads(body)
         if content["release"] != _release():
             return None
         events = (from_line(line) for line in content["events"])
@@ -80,5 +85,10 @@ def read(folder: Path) -> CachedFold | None:
     return None
 
 
+def _seal(body: bytes) -> bytes:
+    """The first line: a damaged number would be shown as if it were the run's."""
+    return hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+
 def _release() -> str:
-    return f"2 {metadata.version('crossfed')}"
+    return f"3 {metadata.version('crossfed')}"

@@ -153,15 +153,17 @@ class Changes:
                 "rows": chart.rows[same:],
             }
             for name, chart in page.charts.items()
-            if (same := self._known_rows(name, chart)) < len(chart.rows)
+            if (same := self._known_rows(name, chart)) < self._most_rows(name, chart)
         }
         self._sections.update(sections)
-        self._charts.update(page.charts)
+        self._charts = dict(page.charts)
         return {
             "title": page.title,
             "state": page.state,
             "sections": sections,
             "charts": changed,
+            # A run that begins anew, or a backup, has fewer of them.
+            "figures": [*page.charts],
             "timeline": page.timeline,
         }
 
@@ -171,6 +173,11 @@ class Changes:
         if known is None or known.lines != chart.lines:
             return 0
         return _same(known.rows, chart.rows)
+
+    def _most_rows(self, name: str, chart: Chart) -> int:
+        """Rows of a chart, as it is or as the browser has it."""
+        known = self._charts.get(name)
+        return max(len(chart.rows), 0 if known is None else len(known.rows))
 
 
 def _same(old: Sequence[Row], new: Sequence[Row]) -> int:

@@ -16,7 +16,7 @@ from federation.event_log import no_collection
 from federation.events import SiteFailed
 from monitoring.pages import plots, report
 from monitoring.pages.figures import themed
-from monitoring.pages.timeline_plot import MAX_ROUNDS_IN_TIMELINE, PHASES, bars
+from monitoring.pages.timeline_plot import MAX_ROUNDS_IN_TIMELINE, PHASES, bars, starts
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_reader import RunReader
 from monitoring.views.round_view import RUNNING, RoundView, perplexity
@@ -304,24 +304,24 @@ def timeline(
     rows += [] if view.current is None or view.finished else [view.current]
     if not rows:
         return None
-    start = rows[0].started_at
+    offsets = starts(rows)
     drawn = [
-        (place, row.started_at - start + begin, seconds, phase)
-        for row in rows
+        (place, offset + begin, seconds, phase)
+        for row, offset in zip(rows, offsets, strict=True)
         for place, begin, seconds, phase in bars(row, sites)
     ]
     if rows[-1].status == RUNNING:
-        offset, took = rows[-1].started_at - start, max(0.0, now - rows[-1].started_at)
+        took = max(0.0, now - rows[-1].started_at)
         heard = {found.site for found in rows[-1].reports}
         drawn += [
-            (place, offset, took, "awaited")
+            (place, offsets[-1], took, "awaited")
             for place, site in enumerate(sites, start=1)
             if site in rows[-1].cohort and site not in heard
         ]
     shown = {phase for *_, phase in drawn}
     return {
         "rows": ["aggregator", *sites],
-        "rounds": [(row.index, row.started_at - start) for row in rows],
+        "rounds": [(r.index, offset) for r, offset in zip(rows, offsets, strict=True)],
         "seconds": max((begin + seconds for _, begin, seconds, _ in drawn), default=0),
         "bars": drawn,
         "colours": {n: themed(c) for n, c in PHASES.items() if n in shown},

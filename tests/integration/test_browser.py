@@ -138,6 +138,19 @@ def test_page_follows_a_run_without_being_loaded_again(
     assert tab.value("[...document.querySelectorAll('nav form')].every(f => f.hidden)")
 
 
+def test_page_of_a_run_that_begins_anew_keeps_nothing(
+    tab: Tab, address: str, place: Place
+) -> None:
+    """Neither curves nor bars; those of the new run take their place."""
+    _open(tab, address)
+    place.run.events.unlink()
+    place.write(EVENTS[:1])
+    tab.wait("document.querySelectorAll('#charts canvas').length === 0")
+    assert tab.value("document.querySelectorAll('.bars').length") == 0
+    place.write(EVENTS[1:])
+    tab.wait("document.querySelectorAll('#charts canvas').length >= 5")
+
+
 def test_everything_can_be_reached_and_done_by_keyboard(
     tab: Tab, address: str, place: Place
 ) -> None:

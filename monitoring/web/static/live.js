@@ -74,7 +74,13 @@ function replaceChart(name, chart) {
   return made;
 }
 
-function showCharts(changed) {
+function showCharts(changed, names) {
+  for (const [name, { card, plot }] of [...charts]) {
+    if (names.includes(name)) continue;
+    plot.destroy();
+    card.remove();
+    charts.delete(name);
+  }
   for (const [name, chart] of Object.entries(changed)) {
     let known = charts.get(name);
     if (known && known.lines !== JSON.stringify(chart.lines)) known = replaceChart(name, chart);
@@ -136,8 +142,9 @@ function follow() {
     const change = JSON.parse(message.data);
     document.title = `${change.title} - crossfed`;
     showSections(change.sections);
-    showCharts(change.charts);
+    showCharts(change.charts, change.figures);
     if (change.timeline) showTimeline(change.timeline);
+    else byId("timeline").replaceChildren();
     say(change.state, ["interrupted", "deleted"].includes(change.state));
     const forms = [...document.querySelectorAll("nav form")];
     forms.forEach((form) => (form.hidden = form.dataset.state !== change.state));

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from support import event_samples
 from support.event_samples import Script
 
 from federation.clock import SystemClock
+from federation.errors import FederationError
 from federation.event_log import EventWriter
 from federation.events import (
     Event,
@@ -28,7 +30,7 @@ from monitoring.runs.run_reader import RunReader
 from monitoring.views import run_fold
 from monitoring.views.run_fold import fold
 from monitoring.web import app as web_app
-from monitoring.web.app import Changes, Shown, _SharedFeed, _stream
+from monitoring.web.app import Changes, Shown, _SharedFeed, _stream, live_app
 from monitoring.web.run_feed import SECTIONS, Page, RunFeed, charts
 from monitoring.web.run_metrics import RunsCollector
 
@@ -136,7 +138,7 @@ def test_settled_rounds_leave_every_number_as_it_is(
 def test_cache_of_another_log_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor one that is damaged: the page is that of the log that is there."""
+    """Nor one that is damaged or torn: the page is that of the log that is there."""
     monkeypatch.setattr(fold_cache, "WORTH_BYTES", 1)
     run, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "other")
     _write(run, event_samples.run(Script(rounds=5, seed=1)))
@@ -145,11 +147,94 @@ def test_cache_of_another_log_is_not_used(
     for each in (other, run):
         RunFeed(each).look()
     expected = _page(RunFeed(other)).sections
-    own = json.loads((other.path / fold_cache.NAME).read_bytes())
-    older = json.dumps({**own, "release": "0", "log": ["stale"]}).encode()
-    for content in (cached.read_bytes(), older, b"{", b"{}"):
+    own = (other.path / fold_cache.NAME).read_bytes()
+    body = own.partition(b"\n")[2]
+    changed = body.replace(b'num_examples\\": 640', b'num_examples\\": 641')
+    assert changed != body
+    older = json.dumps({**json.loads(body), "release": "0", "log": ["stale"]}).encode()
+    for content in (
+        *(cached.read_bytes(), own.replace(body, changed), own[:-20], body),
+        *(fold_cache._seal(older) + older, b"", b"{", b"{}\n{}", b"\xff\n" * 2),
+    ):
         (other.path / fold_cache.NAME).write_bytes(content)
         assert _page(RunFeed(other)).sections == expected
+
+
+@pytest.mark.slow
+def test_damage_of_what_a_cache_has_covered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near its ends it is seen, and costs a line; elsewhere the numbers stay right."""
+    monkeypatch.setattr(fold_cache, "WORTH_BYTES", 1)
+    run = RunFolder(tmp_path)
+    _write(run, event_samples.run(Script(rounds=30, stop_after=30)))
+    expected = _page(RunFeed(run))
+    whole = run.events.read_bytes()
+    for place, is_seen in ((500, True), (len(whole) // 2, False), (-500, True)):
+        damaged = bytearray(whole)
+        damaged[place] = 0xFF
+        run.events.write_bytes(damaged)
+        page = _page(RunFeed(run))
+        assert ("1 damaged line" in page.sections["log"]) == is_seen, place
+        if not is_seen:
+            assert page.sections == expected.sections
+        run.events.write_bytes(whole)
+        assert _page(RunFeed(run)).sections == expected.sections
+
+
+@pytest.mark.slow
+def test_run_that_begins_anew_shows_nothing_of_the_old_one(tmp_path: Path) -> None:
+    """To a browser that has its page open, and lacks what the new one does not have."""
+    run, changes = RunFolder(tmp_path), Changes()
+    _write(run, event_samples.run(Script(rounds=6, epsilon_cap=8.0)))
+    feed = RunFeed(run)
+    old = changes.to(_page(feed))
+    assert {"epsilon", "loss"} < {*old["figures"]}
+    shutil.rmtree(tmp_path)
+    events = event_samples.run(Script(rounds=9, seed=3, start=event_samples.START + 90))
+    first = next(at for at, e in enumerate(events) if isinstance(e, RoundStarted))
+    _write(run, events[: first + 1])
+    begun = changes.to(_page(feed))
+    assert begun["title"].endswith("0/9")
+    assert (begun["figures"], begun["charts"]) == ([], {})
+    _write(run, events[first + 1 :])
+    assert _page(feed) == _page(RunFeed(run))
+    assert changes.to(_page(feed))["charts"]["loss"]["from"] == 0
+
+
+@pytest.mark.slow
+def test_curve_of_a_restored_backup_is_cut(tmp_path: Path) -> None:
+    """Its points are those that the browser has, but fewer."""
+    run, changes = RunFolder(tmp_path), Changes()
+    events = event_samples.run(Script(rounds=6))
+    _write(run, events)
+    feed = RunFeed(run)
+    known = changes.to(_page(feed))["charts"]["bytes"]["rows"]
+    run.events.unlink()
+    _write(run, events[: len(events) // 2])
+    cut = changes.to(_page(feed))["charts"]["bytes"]
+    assert (cut["from"], cut["rows"]) == (3, ())
+    assert len(known) == 6
+
+
+@pytest.mark.slow
+def test_clock_that_is_set_back_leaves_rounds_in_their_order(tmp_path: Path) -> None:
+    """By an hour between two rounds: bars keep their length, and follow each other."""
+    run = RunFolder(tmp_path)
+    events = event_samples.run(Script(rounds=6))
+    _write(run, events)
+    usual = _page(RunFeed(run))
+    run.events.unlink()
+    starts = [at for at, e in enumerate(events) if isinstance(e, RoundStarted)]
+    late = [replace(event, at=event.at - 3600.0) for event in events[starts[3] :]]
+    _write(run, [*events[: starts[3]], *late])
+    page = _page(RunFeed(run))
+    assert page.timeline is not None
+    assert usual.timeline is not None
+    offsets = [offset for _, offset in page.timeline["rounds"]]
+    assert offsets == pytest.approx([o for _, o in usual.timeline["rounds"]], abs=0.2)
+    assert page.timeline["seconds"] == pytest.approx(usual.timeline["seconds"], abs=0.2)
+    assert page.charts == usual.charts
 
 
 @pytest.mark.slow
@@ -325,6 +410,30 @@ def test_only_changes_are_sent(tmp_path: Path) -> None:
     assert again["from"] <= 3
     assert len(known) == len(_page(feed).charts["loss"].rows)
     json.dumps(first, allow_nan=False)
+
+
+@pytest.fixture(name="client")
+def _client(tmp_path: Path) -> TestClient:
+    run = RunFolder(tmp_path / "job" / "20260101-000000-abcdef")
+    _write(run, event_samples.run(Script(rounds=2)))
+
+    def stop(_: RunFolder) -> None:
+        raise FederationError("it has ended already")
+
+    shown = Shown(
+        rows=lambda: [{"name": run.path.name, "job": "job", "status": "unreadable"}],
+        find={run.path.name: run}.get,
+        actions={"stop": stop},
+    )
+    app = live_app(
+        shown,
+        token=TOKEN,
+        port=PORT,
+        clock=SystemClock(),
+        metrics=RunsCollector(lambda: [run]),
+        metrics_token=BEARER,
+    )
+    return TestClient(app, base_url=BASE, follow_redirects=False)
 
 
 def _enter(client: TestClient) -> None:
