@@ -9,14 +9,18 @@ from pathlib import Path
 
 import httpx
 import pytest
+from faults import disks
 from support import event_samples
 from support.deployment import wait_for
 from support.event_samples import Script
+from support.programs import needs
 
 from deploy import web_connections, web_server
 from federation.clock import SystemClock
+from federation.errors import StoreUnavailable
 from federation.event_log import EventWriter
 from federation.events import Event
+from monitoring.runs import fold_cache
 from monitoring.runs.run_folder import RunFolder
 from monitoring.web import app
 from monitoring.web.app import Shown, live_app
@@ -76,6 +80,26 @@ def opened(port: int, *, receive_bytes: int = 0) -> socket.socket:
         f"Cookie: crossfed-{port}={TOKEN}\r\n\r\n".encode()
     )
     return found
+
+
+def read_to_its_end(page: socket.socket) -> None:
+    """Read changes until one says that the run has ended."""
+    text = b""
+    while b'"state": "ended"' not in text:
+        block = page.recv(1 << 16)
+        assert block
+        text = text[-100:] + block
+
+
+def write_until_full(run: RunFolder, events: list[Event]) -> list[Event]:
+    """Write events while the disk has room; what is left of them."""
+    with EventWriter(run.events) as log:
+        for at, event in enumerate(events):
+            try:
+                log(event)
+            except StoreUnavailable:
+                return events[at:]
+    return []
 
 
 def test_page_that_is_one_too_many_is_told_so(port: int, run: RunFolder) -> None:
@@ -147,9 +171,7 @@ def test_reader_that_takes_nothing_is_dropped(
     stuck = opened(port, receive_bytes=4096)
     with contextlib.closing(stuck), contextlib.closing(opened(port)) as reader:
         write(run, EVENTS[len(EVENTS) // 2 :])
-        text = b""
-        while b'"state": "ended"' not in text:
-            text = text[-100:] + reader.recv(1 << 16)
+        read_to_its_end(reader)
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             client.get(f"/?token={TOKEN}")
             assert client.get(f"/runs/{NAME}").status_code == 503
@@ -158,3 +180,65 @@ def test_reader_that_takes_nothing_is_dropped(
                 return client.get(f"/runs/{NAME}").status_code == 200
 
             wait_for(has_room, "the place of the reader that is stuck", 60)
+
+
+def test_browser_that_closes_its_page_takes_nothing_from_another(
+    port: int, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of what it is sent; its place is free at once."""
+    monkeypatch.setattr(app, "MAX_OPEN", 2)
+    with (
+        contextlib.closing(opened(port)) as stays,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+    ):
+        client.get(f"/?token={TOKEN}")
+        with contextlib.closing(opened(port, receive_bytes=4096)) as goes:
+            assert goes.recv(100)
+            assert client.get(f"/runs/{NAME}").status_code == 503
+        wait_for(lambda: client.get(f"/runs/{NAME}").status_code == 200, "room", 60)
+        write(run, EVENTS[len(EVENTS) // 2 :])
+        read_to_its_end(stays)
+
+
+@needs("root", "mount")
+def test_full_disk_closes_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows what is whole, leaves no file behind, and goes on when there is room."""
+    monkeypatch.setattr(fold_cache, "WORTH_BYTES", 1)
+    monkeypatch.setattr(app, "LOOK_SECONDS", 0.05)
+    disk = tmp_path / "disk"
+    with disks.disks([disk], size=8 << 20):
+        run = RunFolder(disk / NAME)
+        write(run, EVENTS[: len(EVENTS) // 2])
+        shown = Shown(rows=list, find={NAME: run}.get, actions={})
+        with (
+            web_server.serving(
+                lambda port: live_app(
+                    shown, token=TOKEN, port=port, clock=SystemClock()
+                ),
+                0,
+                clock=SystemClock(),
+                last_look_seconds=0.0,
+            ) as port,
+            contextlib.closing(opened(port)) as page,
+        ):
+            assert page.recv(1 << 16)
+            cache = run.path / fold_cache.NAME
+            wait_for(cache.exists, "what the page leaves", 60)
+            before = cache.read_bytes()
+            disks.leave(disk, 8192)
+            rest = write_until_full(run, EVENTS[len(EVENTS) // 2 :])
+            assert rest
+            assert page.recv(1 << 20)
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as other:
+                other.get(f"/?token={TOKEN}")
+                assert other.get(f"/runs/{NAME}").status_code == 200
+            assert cache.read_bytes() == before
+            assert {each.name for each in run.path.iterdir()} == {
+                cache.name,
+                run.events.name,
+            }
+            disks.clear(disk)
+            write(run, rest)
+            read_to_its_end(page)

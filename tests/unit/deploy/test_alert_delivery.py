@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cloud_adapters.net.ports import free_port
 from deploy.aggregator_host.alert_delivery import (
     MAX_ATTEMPTS,
     QUIET_SECONDS,
@@ -251,3 +252,30 @@ def test_email_is_sent() -> None:
         send("crossfed: run r has failed. Look.")
         assert "subject: crossfed: run r has failed" in server.got
         assert server.got.count("") == 1  # Between head and text.
+
+
+def test_webhook_that_is_down_for_90_seconds_gets_each_alert_once(
+    tmp_path: Path, clock: VirtualClock, said: list[str]
+) -> None:
+    """In the order in which they came; another place does not wait for it."""
+    port, other = free_port(), Phone()
+    hook = places([AlertSpec(webhook=f"http://127.0.0.1:{port}/x")])
+    delivery = AlertDelivery(
+        places={**hook, "other": other},
+        path=tmp_path / "alerts.json",
+        clock=clock,
+        listener=said.append,
+    )
+    alerts = [STALLED, Alert(key="r/failed", text="run r has failed")]
+    for _ in range(45):
+        delivery.deliver(alerts)
+        clock.sleep(2.0)
+    assert len(other.texts) == 2
+    server = _HookServer(("127.0.0.1", port), _Hook)
+    with _served(server):
+        for _ in range(90):
+            delivery.deliver(alerts)
+            clock.sleep(2.0)
+    texts = [f"crossfed: {alert.text}" for alert in alerts]
+    assert server.got == [("/x", {"text": text}) for text in texts]
+    assert all("it is tried again" in text for text in said)
