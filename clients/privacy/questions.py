@@ -24,6 +24,7 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 
 DOCUMENT = "questions"
+_COLUMNS = "exact-columns"
 
 
 def note_question(
@@ -58,6 +59,31 @@ def note_question(
         return {**document, dataset: {**known, question: content}}
 
     memory.update(DOCUMENT, add)
+    asked = () if job.statistics is None else job.statistics.columns
+    names = {name for spec in asked for name in spec.names}
+    memory.update(
+        _COLUMNS,
+        lambda known: {**known, dataset: sorted({*known.get(dataset, ()), *names})},
+    )
+
+
+def exact_moments(memory: SiteMemory, dataset: str, job: JobSpec) -> list[str]:
+    """Columns of a job's moments about which the site has answered exact questions.
+
+    That moments are noised is the aggregator's word (``training.moments_privacy``): it
+    could send those of an exact run. They can tell of this site's records only if the
+    site itself has answered exactly about these columns.
+
+    Args:
+        memory: The site's.
+        dataset: The operator's name for the data.
+        job: The job that was proposed.
+
+    Raises:
+        StoreError: The memory cannot be read.
+    """
+    answered = memory.read(_COLUMNS).get(dataset, ())
+    return [name for name in job.training.moments if name in answered]
 
 
 def _fault(known: Mapping[str, str], question: str, content: str, most: int) -> str:

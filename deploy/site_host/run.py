@@ -1,6 +1,7 @@
 """One run at a site: what it knows of it, and what answers its tasks."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from clients.privacy.ledger_memory import (
 )
 from clients.privacy.level_seal import seal_of
 from clients.privacy.policy_spec import PolicySpec
-from clients.privacy.questions import note_question
+from clients.privacy.questions import exact_moments, note_question
 from clients.privacy.ring_seal import Protection
 from clients.privacy.site_memory import (
     ConfirmedMemory,
@@ -50,6 +51,7 @@ from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_file
 from federation.job.adapter_ranks import contributors
+from federation.job.evaluation_job import evaluates_only
 from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, Energy, LedgerAnchor
 from federation.protocols import Clock, SiteHandler, Trainer
@@ -65,6 +67,8 @@ from privacy.secagg.errors import CohortRefused
 from privacy.secagg.protocol.of_job import check_layout
 from privacy.secagg.protocol.round_memory import FileRounds
 from privacy.secagg.protocol.train import most_evaluated
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +151,7 @@ def open_run(
         )
         stack.enter_context(private)
     promise = None if private is None else _promise(private, config.file.policy)
+    _check_moments(met)
     _note_question(met, promise)
     make_trainer = _trainer_maker(met.federation, private, config.file, stack)
     if private is not None:  # And its ledger is open.
@@ -187,6 +192,43 @@ def _promise(private: PrivateSites, policy: PolicySpec) -> SitePrivacy:
     (promise,) = private.promises()
     check_delta(policy, SiteId(promise.site), promise.delta)
     return promise
+
+
+def _check_moments(met: ProposedRun) -> None:
+    """Refuse to train privately on moments that may be exact ones of the records.
+
+    Where the operator accepts training without privacy, the log says so instead.
+
+    Raises:
+        JobError: The site has answered exact questions about these columns.
+        StoreError: The site's memory cannot be read.
+    """
+    job, config, name = met.job, met.config, met.config.file.name
+    training = job.training
+    if not training.moments_privacy or evaluates_only(job):
+        return
+    epsilon, delta = training.moments_privacy
+    _LOG.info(
+        "site %s: records are standardised by moments of a run with epsilon %.3g at "
+        "delta %.1e, by the aggregator's word; this job's epsilon does not include it",
+        *(name, epsilon, delta),
+    )
+    if not job.privacy.differential_privacy.enabled:
+        return
+    exact = exact_moments(site_memory(config), name_data(config), job)
+    if not exact:
+        return
+    why = (
+        f"site {name!r} has answered exact statistics of {', '.join(exact)}, so it "
+        "cannot tell whether the job's moments of these columns are noised"
+    )
+    if config.file.policy.demands_privacy:
+        raise JobError(
+            f"{why}: leave the columns out (training.standardise_columns), or set "
+            "privacy.differential_privacy.standardise",
+            key="training.standardise",
+        )
+    _LOG.warning("%s: epsilon may not cover what they show of a record", why)
 
 
 def _note_question(met: ProposedRun, promise: SitePrivacy | None) -> None:

@@ -1,12 +1,15 @@
 """Training jobs that use what a run of statistics has found."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 from federation.errors import JobError
+from federation.job.job_checks import check
 from federation.job.spec import JobSpec
 from monitoring.runs.find import LOCAL_ROOT, find_run
 from monitoring.runs.run_folder import RunFolder
+from monitoring.views.statistics_view import RunStatistics
 
 _PREFIX = "stats:"
 _KEY = "training.standardise"
@@ -16,7 +19,8 @@ def with_moments(job: JobSpec) -> JobSpec:
     """Put the moments of the run that ``training.standardise`` names into a job.
 
     Raises:
-        JobError: It names no run of statistics, or one without a deviation.
+        JobError: It names no run of statistics, or one without a deviation; or its
+            sums are exact, and the job has a unit of privacy.
         RunNotFound: There is no such run.
     """
     name = job.training.standardise.removeprefix(_PREFIX)
@@ -26,21 +30,51 @@ def with_moments(job: JobSpec) -> JobSpec:
         raise JobError(f'must be "{_PREFIX}RUN"', key=_KEY)
     run = find_run(name, LOCAL_ROOT)
     found = run.read_statistics()
-    columns = () if found is None else found.columns
-    moments = {
-        column.name: (column.mean, column.deviation)
-        for column in columns
-        if column.kind == "number"
-    }
-    flat = [name for name, (_, deviation) in moments.items() if not deviation]
-    if not moments or flat:
-        what = f"found no deviation of {', '.join(flat)}" if flat else "has no numbers"
-        raise JobError(f"the run in {run.path} {what}", key=_KEY)
+    if found is None:
+        raise JobError(f"the run in {run.path} has no statistics", key=_KEY)
     training = replace(
         job.training,
-        moments={n: (float(m or 0), float(d or 0)) for n, (m, d) in moments.items()},
+        moments=_moments(job, found, run),
+        moments_privacy=()
+        if found.epsilon is None
+        else (found.epsilon, found.delta or 0.0),
     )
-    return replace(job, training=training)
+    return check(replace(job, training=training))
+
+
+def _moments(
+    job: JobSpec, found: RunStatistics, run: RunFolder
+) -> dict[str, tuple[float, float]]:
+    """Mean and deviation of the columns that a job takes."""
+    numbers = {each.name: each for each in found.columns if each.kind == "number"}
+    wanted = job.training.standardise_columns or tuple(numbers)
+    if lacking := [name for name in wanted if name not in numbers]:
+        raise JobError(
+            f"the run in {run.path} has no numbers called {', '.join(lacking)}: it has "
+            f"{', '.join(numbers) or 'none'}",
+            key="training.standardise_columns",
+        )
+    if not wanted:
+        raise JobError(f"the run in {run.path} has no numbers", key=_KEY)
+    moments = {
+        name: (numbers[name].mean or 0.0, numbers[name].deviation or 0.0)
+        for name in wanted
+    }
+    if flat := [name for name in wanted if not moments[name][1]]:
+        why = (
+            "they are constant"
+            if found.epsilon is None
+            else "the noise hides it: to learn it, ask again with closer bounds, a "
+            "larger target_epsilon or more of it for squares (statistics.split)"
+        )
+        rest = [name for name in wanted if name not in flat]
+        raise JobError(
+            f"the run in {run.path} found no deviation of {', '.join(flat)}; {why}. To "
+            "train without these columns, set training.standardise_columns = "
+            f"{json.dumps(rest)}",
+            key=_KEY,
+        )
+    return moments
 
 
 def check_alike(job: JobSpec, model: str) -> None:

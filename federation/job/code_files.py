@@ -25,8 +25,11 @@ AGGREGATORS = ("aggregation.combine", "schedule.sampling")
 
 _FORM = re.compile(r"((?:\.{1,2}/|/)[^@:\0]*\.py)(?:@([0-9a-f]{64}))?:([A-Za-z_]\w*)")
 
-# The table whose texts are names of columns and categories, which nothing imports.
-_DATA = "statistics"
+# Their texts are names of runs, columns and categories, which nothing imports.
+_DATA = (
+    *("statistics", "training.moments"),
+    *("training.standardise", "training.standardise_columns"),
+)
 
 Sources = Mapping[str, tuple[str, bytes]]
 
@@ -109,11 +112,12 @@ def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, value
     elif isinstance(value, Mapping):
         for name, inner in value.items():
-            if name == _DATA and not key:
+            place = f"{key}.{name}".lstrip(".")
+            if place in _DATA:
                 continue
             if isinstance(name, str):
                 yield key, name
-            yield from texts(inner, f"{key}.{name}".lstrip("."))
+            yield from texts(inner, place)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from texts(inner, f"{key}[{index}]")

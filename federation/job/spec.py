@@ -261,8 +261,12 @@ class TrainingSpec:
         standardise: `stats:RUN`: subtract from each column of numbers its mean in a run
             of statistics, and divide by its deviation; a missing value becomes 0. Of a
             table, the model takes these columns alone, in the order of their names.
+        standardise_columns: The columns of that run to take; empty for all that are
+            numbers.
         moments: Mean and deviation of each column, which loading the job reads from
             that run.
+        moments_privacy: Epsilon and delta of that run, likewise; empty if its sums are
+            exact, which jobs with a unit of privacy refuse.
         device: `auto` (the first CUDA device if there is one), `cpu`, `cuda` or
             `cuda:N`.
         threads: CPU threads of one site. The last bits of the results depend on it.
@@ -293,7 +297,9 @@ class TrainingSpec:
     dynamic_alpha: float = key(default=0.0, low=0.0)
     precision: str = key(default="fp32", choices=("fp32", "bf16", "fp16"))
     standardise: str = ""
+    standardise_columns: tuple[str, ...] = ()
     moments: Mapping[str, tuple[float, ...]] = key(default={})
+    moments_privacy: tuple[float, ...] = ()
     device: str = "auto"
     threads: int = key(default=1, low=1)
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from federation.errors import JobError, broken, joined
+from federation.job.evaluation_job import evaluates_only
 from federation.job.metrics import STATISTICS
 from federation.job.spec import JobSpec, ModelSpec
 from federation.job.statistics_job import (
@@ -25,6 +26,7 @@ from federation.job.statistics_table import (
 FACTORY = "clients.models:sums"
 _PAIR = 2
 _UNITS = ("none", "record")  # Of privacy. For others, sums have no noise of their own.
+_NOISED_FOR = ("record", "joint")  # Units of privacy that noised moments keep.
 _SPARE_ROUNDS = 2  # Lost rounds that a run survives.
 _MOST_VALUES = 250_000  # That an update has, of 4 bytes each.
 
@@ -93,21 +95,7 @@ def check_statistics(job: JobSpec) -> Iterator[JobError]:
     Yields:
         An error for each.
     """
-    yield from broken(
-        {
-            "training.standardise: records are standardised once: remove this key or "
-            "privacy.differential_privacy.standardise": job.training.standardise
-            and job.privacy.differential_privacy.standardise is not None,
-            "training.moments: must be [mean, deviation] of each column, with a "
-            "deviation above 0": not all(
-                map(_is_moment, job.training.moments.values())
-            ),
-            "training.moments: are those of training.standardise: set that": bool(
-                job.training.moments
-            )
-            and not job.training.standardise,
-        }
-    )
+    yield from _check_moments(job)
     if job.statistics is None:
         if job.training.task == STATISTICS:
             yield JobError(
@@ -150,6 +138,37 @@ def check_statistics(job: JobSpec) -> Iterator[JobError]:
         )
     if job.rounds < needed:
         yield JobError(f"these statistics take {needed} rounds", key="rounds")
+
+
+def _check_moments(job: JobSpec) -> list[JobError]:
+    """Refuse moments that are none, or that the job's epsilon would not cover.
+
+    An evaluation trains on no record, and takes the moments of the model's training.
+    """
+    training, private = job.training, job.privacy.differential_privacy
+    moments, noised = training.moments, training.moments_privacy
+    trains = bool(moments) and private.enabled and not evaluates_only(job)
+    rules = {
+        "training.standardise: records are standardised once: remove this key or "
+        "privacy.differential_privacy.standardise": training.standardise
+        and private.standardise is not None,
+        "training.moments: must be [mean, deviation] of each column, with a "
+        "deviation above 0": not all(map(_is_moment, moments.values())),
+        "training.moments: are those of training.standardise: set that": bool(moments)
+        and not training.standardise,
+        "training.moments_privacy: must be [epsilon, delta] of the run that found "
+        "training.moments, or empty if its sums are exact": bool(noised)
+        and not (moments and len(noised) == _PAIR and noised[0] > 0 < noised[1] < 1),
+        "training.standardise: the moments are exact, and the job has the unit "
+        f"{private.unit!r}: its epsilon would not cover what they show of a record. "
+        'Run the statistics with unit = "record", or remove this key and set '
+        "privacy.differential_privacy.standardise": trains and not noised,
+        "training.standardise: the noise of statistics hides one record, and the job "
+        f"has the unit {private.unit!r}: remove this key": trains
+        and bool(noised)
+        and private.unit not in _NOISED_FOR,
+    }
+    return broken(rules)
 
 
 def _is_moment(pair: Sequence[float]) -> bool:

@@ -40,14 +40,19 @@ def find_runs(root: Path) -> list[RunFolder]:
     # With --out a run may be anywhere, and is likely to be right there.
     levels = ("*/events.jsonl", "*/*/events.jsonl")
     found = [RunFolder(path.parent) for level in levels for path in root.glob(level)]
-    return sorted(found, key=lambda run: (run.path.name, str(run.path)))
+    return sorted(found, key=_by_time)
+
+
+def _by_time(run: RunFolder) -> tuple[str, str]:
+    return run.path.name, str(run.path)
 
 
 def find_run(name: str, root: Path) -> RunFolder:
     """Find the run with a folder, an id or a job's name.
 
     Args:
-        name: A folder, a run id, or a job's name for its newest run.
+        name: The folder of a run, or of a job's runs for its newest one; a run ID; or
+            a job's name, likewise.
         root: Folder of all runs.
 
     Raises:
@@ -59,6 +64,9 @@ def find_run(name: str, root: Path) -> RunFolder:
     runs = find_runs(root)
     job = root / name
     matches = [run for run in runs if run.path.name == name or run.path.parent == job]
+    if not matches and "/" in name:
+        there = Path(name).glob("*/events.jsonl")
+        matches = sorted((RunFolder(path.parent) for path in there), key=_by_time)
     if not matches:
         if kind := _exported(Path(name)):
             raise RunNotFound(

@@ -566,6 +566,35 @@ def test_statistics_over_sites_that_differ_by_one_are_refused(tmp_path: Path):
         world.run(job_file.parse(asked))
 
 
+def test_sites_that_answered_exactly_train_privately_on_no_such_moments(
+    tmp_path: Path,
+):
+    """Whatever noise the aggregator states: it may send what the exact run found."""
+    sites, world = SITES[:3], World(tmp_path, {"statistics": {"min_count": 1}})
+    document = job_file.document(job_of(sites))
+    asked = {key: document[key] for key in ("data", "sites")} | {"name": "s"}
+    asked["privacy"] = {"secure_aggregation": {"enabled": True}}
+    column = {"names": ["0"], "low": -9.0, "high": 9.0}
+    world.run(job_file.parse(asked | {"statistics": {"columns": [column]}}))
+    job = private_job(sites)
+    stated = replace(
+        job.training,
+        standardise="stats:s",
+        moments={str(at): (0.5, 2.0) for at in range(4)},
+        moments_privacy=(1.0, 1e-5),
+    )
+    job = replace(job, training=stated)
+    world.run(job)  # The operators accept training without privacy.
+    world.policy = {"privacy": "record"}
+    world.grid = AgentGrid({name: world.agent(name) for name in sites})
+    with pytest.raises(
+        SiteError, match=r"exact statistics of 0, .*standardise_columns"
+    ):
+        world.run(job)
+    rest = replace(stated, moments={"0": (0.0, 1.0)}, standardise="")
+    world.run(replace(job, training=replace(rest, moments={}, moments_privacy=())))
+
+
 def test_evaluations_over_sites_that_differ_by_one_are_refused(tmp_path: Path):
     """The difference of two sums of counts would be the confusion matrix of one."""
     save_file(logistic_regression(4, 3).state_dict(), tmp_path / "model.safetensors")

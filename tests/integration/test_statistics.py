@@ -30,6 +30,9 @@ SEXES = ("f", "m")
 AGE = {"names": ["age"], "low": 0.0, "high": 110.0, "bins": 11}
 LAB = {"names": ["sodium", "crp"], "low": -50.0, "high": 250.0, "quantiles": [0.1, 0.5]}
 SEX = {"names": ["sex"], "categories": ["f", "m"]}
+NOISE = {
+    "differential_privacy": {"unit": "record", "target_epsilon": 8.0, "delta": 1e-4}
+}
 SECURE = {"secure_aggregation": {"enabled": True}}
 
 
@@ -359,6 +362,50 @@ def test_a_run_of_statistics_standardises_training(
     assert job_digest.digest(training) != job_digest.digest(other)
     with pytest.raises(RunNotFound):
         crossfed.load_job(document, {"training.standardise": "stats:none"})
+    some = crossfed.load_job(
+        document,
+        {
+            "training.standardise": f"stats:{tmp_path}/runs/survey",
+            "training.standardise_columns": ["crp", "age"],
+        },
+    )
+    assert {"crp", "age"} == some.training.moments.keys()
+    with pytest.raises(JobError, match=r"standardise_columns.*height"):
+        crossfed.load_job(document, {"training.standardise_columns": ["height"]})
+    private = {"unit": "record", "target_epsilon": 4.0}
+    with pytest.raises(JobError, match=r"training.standardise: .*exact"):
+        crossfed.load_job(
+            {**document, "aggregation": {"weights": "uniform"}},
+            {"privacy.differential_privacy": private},
+        )
+
+
+@pytest.mark.parametrize(
+    ("privacy", "said"), [({}, "constant"), (NOISE, "target_epsilon")]
+)
+def test_columns_without_a_deviation_are_named_with_those_that_have_one(
+    tmp_path: Path, privacy: dict[str, Any], said: str
+):
+    found = simulate(
+        apart_job(tmp_path, privacy=privacy), folder=tmp_path / "found"
+    ).statistics
+    assert found is not None
+    document = {
+        "name": "t",
+        "rounds": 1,
+        "model": {"factory": "clients.models:logistic_regression"},
+        "training": {"local_steps": 1, "standardise": f"stats:{tmp_path}/found"},
+        "sites": [{"name": "north"}],
+    }
+    with pytest.raises(
+        JobError, match=rf'same; .*{said}.*standardise_columns = \["height", "age"\]'
+    ):
+        crossfed.load_job(document)
+    rest = {"training.standardise_columns": ["age"]}
+    training = crossfed.load_job(document, rest).training
+    assert training.moments.keys() == {"age"}
+    limits = () if found.epsilon is None else (found.epsilon, found.delta)
+    assert training.moments_privacy == limits
 
 
 def test_a_site_that_lacks_a_column_is_named(folder: Path):

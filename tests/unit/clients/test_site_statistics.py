@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.small_jobs import small_job
 
 from clients.data.datasets import as_dataset
 from clients.data.tables import Table as Rows, Words, words_of
-from clients.privacy.questions import note_question
+from clients.privacy.questions import exact_moments, note_question
 from clients.privacy.site_memory import InMemory
 from clients.statistics.columns import read
 from clients.statistics.small_cells import hide_small
@@ -305,6 +306,19 @@ def test_a_count_beyond_the_bounds_leaves_no_small_cell_beside_it():
         shown = hidden(age=ages, sex=[0, 1] * 30 + [0] * (25 + beside))
         assert shown["histograms"][0] == 25 + beside
         assert (shown["counts"][4] > 0) == is_shown, beside
+
+
+def test_moments_of_columns_that_were_answered_exactly_are_known():
+    memory, data = InMemory(), rows(age=[5.0, 25.0], sex=[0, 1])
+    sites = [{"name": SITE}, {"name": "b"}]
+    for columns in ([AGE], [SEX]):
+        document = {"name": "s", "sites": sites, "statistics": {"columns": columns}}
+        note_question(memory, "d", job_file.parse(document), data, most=2)
+    moments = {name: [0.0, 1.0] for name in ("age", "height", "sex")}
+    training = {"local_steps": 1, "standardise": "stats:s", "moments": moments}
+    job = small_job(training=training)
+    assert exact_moments(memory, "d", job) == ["age", "sex"]
+    assert exact_moments(memory, "other", job) == []
 
 
 def test_exact_questions_are_few_and_not_repeated_on_other_data():

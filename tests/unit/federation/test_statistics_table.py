@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.small_jobs import small_job
 
 from federation.errors import JobError
 from federation.job import job_file
@@ -18,6 +19,11 @@ def job(*columns: dict[str, Any], sites: int = 3, **tables: Any) -> Any:
 
 
 AGE = {"names": ["age"], "low": 0.0, "high": 100.0}
+ALREADY_TRAINED = {
+    "factory": "clients.models:logistic_regression",
+    "options": {"inputs": 4, "classes": 3},
+    "weights": "model.safetensors",
+}
 
 
 @pytest.mark.parametrize("sites", [1, 3, 64, 500])
@@ -104,3 +110,32 @@ def test_what_follows_from_statistics_is_not_another_table_of_the_job():
             job({**AGE, "quantiles": [0.5]}, **tables)
     with pytest.raises(JobError, match=r"statistics.split.means"):
         job(AGE, statistics={"split": {"means": 1.0}})
+
+
+def test_private_training_takes_no_moments_that_its_epsilon_does_not_cover():
+    """An evaluation takes those of the model's training, and trains on none."""
+    moments = {"0": [0.0, 1.0]}
+    training = {"local_steps": 1, "standardise": "stats:s", "moments": moments}
+
+    def made(unit: str, *limits: float, **tables: Any) -> None:
+        private = {"unit": unit, "target_epsilon": 1.0}
+        private |= {"accept_low_signal": True} if unit == "site" else {}
+        document = {
+            "training": {**training, "moments_privacy": limits},
+            "privacy": {"differential_privacy": private if unit != "none" else {}},
+            "aggregation": {"weights": "uniform"},
+            "evaluation": {"every": 0},
+        }
+        small_job(**document | tables)
+
+    made("none")
+    made("record", 1.0, 1e-5)
+    ends = {"rounds": 0, "evaluation": {"every": 1}}
+    made("record", model=ALREADY_TRAINED, **ends)
+    with pytest.raises(JobError, match=r"training.standardise: .*exact"):
+        made("record")
+    with pytest.raises(JobError, match=r"training.standardise: .*hides one record"):
+        made("site", 1.0, 1e-5)
+    for limits in ((1.0,), (0.0, 1e-5), (1.0, 0.0), (1.0, 1.0)):
+        with pytest.raises(JobError, match=r"training.moments_privacy: .*epsilon"):
+            made("record", *limits)
