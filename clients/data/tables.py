@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from clients.data.persons import COLUMN
 from clients.preprocessing import preprocessing
 from federation.errors import MissingExtra, SiteError, os_errors
 
 Indices = NDArray[np.int64]
 # What errors of pyarrow say without a value of the file.
 _SAFE = re.compile(r"Expected \d+ columns, got \d+|Empty CSV file")
+_WHOLE = 2.0**53  # Below, float64 holds every whole number.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,21 +30,49 @@ class Words:
     Attributes:
         codes: Shape ``(n,)``: place of each word in ``values``, -1 where it is missing.
         values: Different words.
+        is_listed: Whether a person listed the words in this order; otherwise it is that
+            of the file.
     """
 
     codes: NDArray[np.int32]
     values: tuple[str, ...]
-
-
-def words_of(column: Words | NDArray[Any]) -> Words:
-    """Turn a column of whole numbers into words; words stay as they are."""
-    if isinstance(column, Words):
-        return column
-    values, codes = np.unique(column.astype(np.int64), return_inverse=True)
-    return Words(codes.astype(np.int32), tuple(map(str, values.tolist())))
+    is_listed: bool = False
 
 
 Column = Words | NDArray[Any]
+
+
+def is_of_categories(column: Column) -> bool:
+    """Whether a column has words or whole numbers, which may be missing.
+
+    A whole number beside a missing one is a float, and the missing one is NaN.
+    """
+    if isinstance(column, Words) or column.dtype.kind in "biu":
+        return True
+    known = column[~np.isnan(column)] if column.dtype.kind == "f" else column
+    return column.dtype.kind == "f" and bool(
+        (np.abs(known) < _WHOLE).all() and (known == np.floor(known)).all()
+    )
+
+
+def words_of(column: Column) -> Words:
+    """Turn a column of whole numbers into words; words stay as they are."""
+    if isinstance(column, Words):
+        return column
+    is_known = ~np.isnan(column)
+    values, places = np.unique(column[is_known].astype(np.int64), return_inverse=True)
+    codes = np.full(len(column), -1, np.int32)
+    codes[is_known] = places
+    return Words(codes, tuple(map(str, values.tolist())))
+
+
+def with_codes(column: Words, listed: tuple[str, ...]) -> Words | None:
+    """Return a column with the codes of a list; None if it has other words."""
+    places = {word: at for at, word in enumerate(listed)}
+    if not set(column.values) <= places.keys():
+        return None
+    codes = np.array([*map(places.__getitem__, column.values), -1], np.int32)
+    return Words(codes[column.codes], listed, is_listed=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,6 +83,7 @@ class Table:
         columns: By name, all of one length.
         target: Name of the column that models predict; empty for none.
         units: Units of measurement, by the name of the column, where they are known.
+        unusable: What other columns of the file hold, such as dates, by name.
         index: Rows that it has, of the columns.
     """
 
@@ -60,6 +91,7 @@ class Table:
     index: Indices
     target: str = ""
     units: Mapping[str, str] = field(default_factory=dict)
+    unusable: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -72,13 +104,30 @@ class Table:
             return replace(found, codes=found.codes[self.index])
         return found[self.index]
 
+    @property
+    def inputs(self) -> list[str]:
+        """Columns of numbers but the target and persons, in their order."""
+        return [
+            name
+            for name, column in self.columns.items()
+            if name not in {self.target, COLUMN} and not isinstance(column, Words)
+        ]
+
+    def without(self, name: str) -> str:
+        """Say why a column cannot be found, to follow the name of a site or file."""
+        if name in self.unusable:
+            return (
+                f"has column {name!r:.80} of {self.unusable[name]!r:.40}, which is "
+                "neither numbers nor text: convert it"
+            )
+        return f"has no column {name!r:.80}"
+
     def batch(self, indices: Indices) -> tuple[Any, Any]:
         """Columns of numbers but the target, side by side; and the target."""
         rows = self.index[indices]
         numbers = [
-            column[rows].astype(np.float32)
-            for name, column in self.columns.items()
-            if name != self.target and not isinstance(column, Words)
+            np.asarray(self.columns[name])[rows].astype(np.float32)
+            for name in self.inputs
         ]
         if not numbers:
             raise SiteError("the table has no column of numbers to train on")
@@ -123,11 +172,13 @@ class Table:
         Raises:
             SiteError: Somebody is unknown, who may be one of the others.
         """
-        found = self.columns.get("person_id")
+        found = self.columns.get(COLUMN)
         if found is None:
             return None
         codes = (found.codes if isinstance(found, Words) else found)[self.index]
-        if isinstance(found, Words) and (codes < 0).any():
+        with_gaps = np.isnan if codes.dtype.kind == "f" else np.zeros_like
+        missing = codes < 0 if isinstance(found, Words) else with_gaps(codes)
+        if missing.any():
             raise SiteError(
                 "column 'person_id' has missing values: drop records whose person is "
                 "unknown"
@@ -154,6 +205,8 @@ def table(
     units: Mapping[str, str] | None = None,
     held_out_fraction: float = 0.0,
     categories: Mapping[str, Sequence[str]] | None = None,
+    *,
+    text: Sequence[str] = (),
 ) -> tuple[Table, Table]:
     """A table in a file: Parquet, CSV with a line of names, or NumPy.
 
@@ -169,43 +222,52 @@ def table(
         held_out_fraction: Share of the rows, the last ones, that is held out.
         categories: By column of words, all of them in the order of their codes: the
             same list at all sites gives the same codes.
+        text: Columns of a CSV file that are text whatever they look like, such as codes
+            with leading zeros.
 
     Raises:
         SiteError: The file cannot be read, or holds no columns of one length, or a
             column has words that are not listed.
     """
     file = Path(path).expanduser()
-    stated = dict(units or {})
+    stated, unusable = dict(units or {}), dict[str, str]()
+    if text and file.suffix != ".csv":
+        raise SiteError(f"text is for CSV files, and {file.name} has types: remove it")
     if file.suffix in {".npz", ".npy"}:
         columns = _of_numpy(file)
     elif file.suffix in {".parquet", ".csv"}:
-        columns, stated = _of_arrow(file, stated)
+        columns, stated, unusable = _of_arrow(file, stated, text)
     else:
         raise SiteError(f"{file.name} is none of .parquet, .csv, .npz and .npy")
     sizes = {len(c.codes) if isinstance(c, Words) else len(c) for c in columns.values()}
     if len(sizes) != 1:
         raise SiteError(f"{file.name} has no columns, or columns of different lengths")
-    if target and target not in columns:
-        raise SiteError(f"{file.name} has no column {target!r}, the target")
-    for name, listed in (categories or {}).items():
-        columns[name] = _coded(file.name, name, columns.get(name), tuple(listed))
     rows = np.arange(sizes.pop())
+    whole = Table(
+        columns=columns, index=rows, target=target, units=stated, unusable=unusable
+    )
+    if target and target not in columns:
+        raise SiteError(f"{file.name} {whole.without(target)} (target)")
+    listed = {
+        name: _coded(file.name, whole, name, tuple(words))
+        for name, words in (categories or {}).items()
+    }
+    whole = whole.with_columns({**columns, **listed})
     split = round(len(rows) * (1 - held_out_fraction))
-    whole = Table(columns=columns, index=rows, target=target, units=stated)
     return whole.subset(rows[:split]), whole.subset(rows[split:])
 
 
-def _coded(
-    file: str, name: str, column: Column | None, listed: tuple[str, ...]
-) -> Words:
+def _coded(file: str, data: Table, name: str, listed: tuple[str, ...]) -> Words:
     """A column with the codes of a list."""
-    if column is None or (not isinstance(column, Words) and column.dtype.kind == "f"):
-        raise SiteError(f"{file} has no column of words {name!r}")
-    words, places = words_of(column), {word: at for at, word in enumerate(listed)}
-    if not set(words.values) <= places.keys():
+    column = data.columns.get(name)
+    if column is None:
+        raise SiteError(f"{file} {data.without(name)} (categories)")
+    if not is_of_categories(column):
+        raise SiteError(f"column {name!r} of {file} has fractions, and no categories")
+    coded = with_codes(words_of(column), listed)
+    if coded is None:
         raise SiteError(f"column {name!r} of {file} has words that are not listed")
-    codes = np.array([*map(places.__getitem__, words.values), -1], np.int32)
-    return Words(codes[words.codes], listed)
+    return coded
 
 
 def _of_numpy(file: Path) -> dict[str, Column]:
@@ -228,8 +290,8 @@ def _of_numpy(file: Path) -> dict[str, Column]:
 
 
 def _of_arrow(
-    file: Path, units: dict[str, str]
-) -> tuple[dict[str, Column], dict[str, str]]:
+    file: Path, units: dict[str, str], text: Sequence[str]
+) -> tuple[dict[str, Column], dict[str, str], dict[str, str]]:
     try:
         import pyarrow as pa  # noqa: PLC0415 -- an extra
         from pyarrow import csv, parquet  # noqa: PLC0415 -- an extra
@@ -238,16 +300,13 @@ def _of_arrow(
     if file.suffix == ".parquet":
         read = partial(parquet.read_table, str(file))
     else:
-        missing = csv.ConvertOptions(strings_can_be_null=True)
-        read = partial(csv.read_csv, str(file), convert_options=missing)
+        kinds = dict.fromkeys(text, pa.string())
+        convert = csv.ConvertOptions(strings_can_be_null=True, column_types=kinds)
+        read = partial(csv.read_csv, str(file), convert_options=convert)
     loaded = _read(file, read, (OSError, pa.ArrowException))
-    if loaded.num_columns and not loaded.num_rows:
-        raise SiteError(f"{file.name} has no records")
-    if twice := [n for n, times in Counter(loaded.column_names).items() if times > 1]:
-        raise SiteError(
-            f"{file.name} has several columns {twice[0]!r}: rename all but one"
-        )
+    _check_names(file, loaded, text)
     found: dict[str, Column] = {}
+    unusable: dict[str, str] = {}
     for spec in loaded.schema:
         unit = (spec.metadata or {}).get(b"unit", b"").decode(errors="replace")
         units = {spec.name: unit, **units} if unit else units
@@ -257,9 +316,22 @@ def _of_arrow(
                 "file"
             )
         column = _of_column(pa, loaded.column(spec.name), spec.type)
-        if column is not None:
+        if column is None:
+            unusable[spec.name] = str(spec.type)
+        else:
             found[spec.name] = column
-    return found, units
+    return found, units, unusable
+
+
+def _check_names(file: Path, loaded: Any, text: Sequence[str]) -> None:
+    if loaded.num_columns and not loaded.num_rows:
+        raise SiteError(f"{file.name} has no records")
+    if twice := [n for n, times in Counter(loaded.column_names).items() if times > 1]:
+        raise SiteError(
+            f"{file.name} has several columns {twice[0]!r}: rename all but one"
+        )
+    if unknown := [name for name in text if name not in loaded.column_names]:
+        raise SiteError(f"{file.name} has no column {unknown[0]!r} (text)")
 
 
 def _read(
@@ -286,6 +358,8 @@ def _of_column(pa: Any, column: Any, kind: Any) -> Column | None:
         coded = coded if is_coded else coded.dictionary_encode()
         codes = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
         return Words(codes.astype(np.int32), tuple(map(str, coded.dictionary.tolist())))
+    if pa.types.is_null(kind):
+        return np.full(len(column), np.nan)
     if pa.types.is_boolean(kind):
         column, kind = column.cast(pa.int8()), pa.int8()
     is_whole = pa.types.is_integer(kind) and not column.null_count

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from clients.data.datasets import Dataset
+from clients.data.persons import COLUMN
+from clients.data.table_inputs import as_listed
 from clients.data.tables import Table, Words
 from clients.privacy.standardise import Statistics
 from federation.errors import JobError, SiteError
@@ -20,20 +22,25 @@ Moments = Mapping[str, tuple[float, ...]]
 
 
 def standardised(
-    job: JobSpec, pair: tuple[Dataset, Dataset]
+    job: JobSpec, pair: tuple[Dataset, Dataset], whose: str = "the data source"
 ) -> tuple[Dataset, Dataset]:
     """Return training and held-out data as the job's model takes them.
 
     Args:
         job: Has the mean and the deviation of each column, if records are standardised.
         pair: Training and held-out data.
+        whose: Whose data they are, for messages.
 
     Raises:
-        JobError: The job names a run whose moments were not read when it was loaded.
+        JobError: The job names a run whose moments were not read when it was loaded,
+            or does not list what a model takes of a table.
         SiteError: The records have other columns.
     """
-    if not job.training.standardise:
+    if job.statistics is not None:
         return pair
+    train, held_out = (as_listed(job, part, whose) for part in pair)
+    if not job.training.standardise:
+        return train, held_out
     moments = job.training.moments
     if not moments:
         raise JobError(
@@ -41,7 +48,7 @@ def standardised(
             "is kept",
             key=_KEY,
         )
-    train, held_out = pair
+    moments = {n: moments[n] for n in job.training.inputs or sorted(moments)}
     return _apply(moments, train), _apply(moments, held_out)
 
 
@@ -63,8 +70,8 @@ def _apply(moments: Moments, data: Dataset) -> Dataset:
 
 
 def _of_table(moments: Moments, data: Table) -> Table:
-    """The named columns alone, in the order of their names; 0 for a missing value."""
-    names = sorted(moments)
+    """The named columns alone; 0 for a missing value."""
+    names = [*moments]
     columns = dict(data.columns)
     wrong = [n for n in names if isinstance(columns.get(n, Words), Words | type)]
     if wrong or data.target in names:
@@ -80,5 +87,5 @@ def _of_table(moments: Moments, data: Table) -> Table:
         for name in names
         for centre, spread in [moments[name]]
     }
-    kept = {n: c for n, c in columns.items() if n in {data.target, "person_id"}}
+    kept = {n: c for n, c in columns.items() if n in {data.target, COLUMN}}
     return data.with_columns({**found, **kept})

@@ -64,7 +64,7 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
         data = _own(file, job, watch)
     else:
         data = _rehearsed(file, job)
-    data = standardised(job, data)
+    data = standardised(job, data, f"site {file.name!r}")
     if job.statistics is not None:
         columns.read(table(job), data[0], SiteId(file.name), _LOG.warning)
     note = note_on_persons(job, data[0])

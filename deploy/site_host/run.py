@@ -224,7 +224,7 @@ def _check_moments(met: ProposedRun) -> None:
     )
     if config.file.policy.demands_privacy:
         raise JobError(
-            f"{why}: leave the columns out (training.standardise_columns), or set "
+            f"{why}: leave the columns out (training.inputs), or set "
             "privacy.differential_privacy.standardise",
             key="training.standardise",
         )

@@ -60,7 +60,7 @@ def build_federation(
     if data is None:
         data = deal_data(job, meters)
         check_simulated(job, data)
-    data = {name: standardised(job, pair) for name, pair in data.items()}
+    data = {n: standardised(job, pair, f"site {n!r}") for n, pair in data.items()}
     if job.statistics is not None:
         columns.check(table(job), {name: pair[0] for name, pair in data.items()})
     return Federation(job=job, pool=ModelPool(job), site_data=data)

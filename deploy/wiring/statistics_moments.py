@@ -47,12 +47,12 @@ def _moments(
 ) -> dict[str, tuple[float, float]]:
     """Mean and deviation of the columns that a job takes."""
     numbers = {each.name: each for each in found.columns if each.kind == "number"}
-    wanted = job.training.standardise_columns or tuple(numbers)
+    wanted = job.training.inputs or tuple(numbers)
     if lacking := [name for name in wanted if name not in numbers]:
         raise JobError(
             f"the run in {run.path} has no numbers called {', '.join(lacking)}: it has "
             f"{', '.join(numbers) or 'none'}",
-            key="training.standardise_columns",
+            key="training.inputs",
         )
     if not wanted:
         raise JobError(f"the run in {run.path} has no numbers", key=_KEY)
@@ -70,7 +70,7 @@ def _moments(
         rest = [name for name in wanted if name not in flat]
         raise JobError(
             f"the run in {run.path} found no deviation of {', '.join(flat)}; {why}. To "
-            "train without these columns, set training.standardise_columns = "
+            "train without these columns, set training.inputs = "
             f"{json.dumps(rest)}",
             key=_KEY,
         )
@@ -94,6 +94,7 @@ def check_alike(job: JobSpec, model: str) -> None:
     trained = run.read_spec()
     here, there = (each.privacy.differential_privacy for each in (job, trained))
     differs = {
+        "training.inputs": job.training.inputs != trained.training.inputs,
         _KEY: job.training.moments != trained.training.moments,
         "privacy.differential_privacy.standardise": (
             here.standardise != there.standardise

@@ -25,10 +25,10 @@ AGGREGATORS = ("aggregation.combine", "schedule.sampling")
 
 _FORM = re.compile(r"((?:\.{1,2}/|/)[^@:\0]*\.py)(?:@([0-9a-f]{64}))?:([A-Za-z_]\w*)")
 
-# Their texts are names of runs, columns and categories, which nothing imports.
+# Their texts are names of runs, columns, categories and classes, which nothing imports.
 _DATA = (
     *("statistics", "training.moments"),
-    *("training.standardise", "training.standardise_columns"),
+    *("training.standardise", "training.inputs", "training.classes"),
 )
 
 Sources = Mapping[str, tuple[str, bytes]]

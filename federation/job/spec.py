@@ -207,6 +207,7 @@ class TrainingSpec:
         classes: Names of at most 32 classes, from label 0 on, for a confusion matrix on
             held-out data: with `classification`, `segmentation`, and your own
             objective if it returns `logits`. They increase noise on held-out results.
+            If the target of a table is text, they are its words.
         measures: Further measures on held-out data: `auc` (`binary`),
             `calibration` (`classification`, `binary`), `reliability` (the same,
             and the bins of the diagram), `recall_at_K` (`classification`,
@@ -258,11 +259,12 @@ class TrainingSpec:
         precision: `fp32`; or `bf16` or `fp16`, which compute the forward pass with
             autocast and keep float32 weights. With `fp16`, each site scales its loss,
             and skips steps whose gradients overflow; not with per-record clipping.
+        inputs: Columns of a table that the model takes, in this order. Every table
+            needs it, unless `standardise` names the columns.
         standardise: `stats:RUN`: subtract from each column of numbers its mean in a run
             of statistics, and divide by its deviation; a missing value becomes 0. Of a
-            table, the model takes these columns alone, in the order of their names.
-        standardise_columns: The columns of that run to take; empty for all that are
-            numbers.
+            table, the model takes `inputs`, or all these columns in the order of their
+            names.
         moments: Mean and deviation of each column, which loading the job reads from
             that run.
         moments_privacy: Epsilon and delta of that run, likewise; empty if its sums are
@@ -296,8 +298,8 @@ class TrainingSpec:
     control_variates: bool = False
     dynamic_alpha: float = key(default=0.0, low=0.0)
     precision: str = key(default="fp32", choices=("fp32", "bf16", "fp16"))
+    inputs: tuple[str, ...] = ()
     standardise: str = ""
-    standardise_columns: tuple[str, ...] = ()
     moments: Mapping[str, tuple[float, ...]] = key(default={})
     moments_privacy: tuple[float, ...] = ()
     device: str = "auto"

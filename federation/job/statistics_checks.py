@@ -116,7 +116,7 @@ def check_statistics(job: JobSpec) -> Iterator[JobError]:
     training, needed = job.training, len(asked.stages)
     steps = (training.local_steps, training.batch_size)
     is_plain = training.task == STATISTICS and steps == (1, 1)
-    is_plain = is_plain and not training.standardise
+    is_plain = is_plain and not training.standardise and not training.inputs
     wrong = {
         "model": job.model != plain,
         "training": not is_plain,
@@ -147,6 +147,7 @@ def _check_moments(job: JobSpec) -> list[JobError]:
     """
     training, private = job.training, job.privacy.differential_privacy
     moments, noised = training.moments, training.moments_privacy
+    inputs = training.inputs
     trains = bool(moments) and private.enabled and not evaluates_only(job)
     rules = {
         "training.standardise: records are standardised once: remove this key or "
@@ -167,6 +168,11 @@ def _check_moments(job: JobSpec) -> list[JobError]:
         f"has the unit {private.unit!r}: remove this key": trains
         and bool(noised)
         and private.unit not in _NOISED_FOR,
+        "training.inputs: lists a column twice": len(set(inputs)) != len(inputs),
+        "training.inputs: lists columns of which training.moments has none": bool(
+            moments
+        )
+        and not moments.keys() >= {*inputs},
     }
     return broken(rules)
 

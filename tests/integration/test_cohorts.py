@@ -587,9 +587,7 @@ def test_sites_that_answered_exactly_train_privately_on_no_such_moments(
     world.run(job)  # The operators accept training without privacy.
     world.policy = {"privacy": "record"}
     world.grid = AgentGrid({name: world.agent(name) for name in sites})
-    with pytest.raises(
-        SiteError, match=r"exact statistics of 0, .*standardise_columns"
-    ):
+    with pytest.raises(SiteError, match=r"exact statistics of 0, .*inputs"):
         world.run(job)
     rest = replace(stated, moments={"0": (0.0, 1.0)}, standardise="")
     world.run(replace(job, training=replace(rest, moments={}, moments_privacy=())))

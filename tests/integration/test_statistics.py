@@ -366,12 +366,12 @@ def test_a_run_of_statistics_standardises_training(
         document,
         {
             "training.standardise": f"stats:{tmp_path}/runs/survey",
-            "training.standardise_columns": ["crp", "age"],
+            "training.inputs": ["crp", "age"],
         },
     )
-    assert {"crp", "age"} == some.training.moments.keys()
-    with pytest.raises(JobError, match=r"standardise_columns.*height"):
-        crossfed.load_job(document, {"training.standardise_columns": ["height"]})
+    assert [*some.training.moments] == ["crp", "age"]
+    with pytest.raises(JobError, match=r"inputs.*height"):
+        crossfed.load_job(document, {"training.inputs": ["height"]})
     private = {"unit": "record", "target_epsilon": 4.0}
     with pytest.raises(JobError, match=r"training.standardise: .*exact"):
         crossfed.load_job(
@@ -398,10 +398,10 @@ def test_columns_without_a_deviation_are_named_with_those_that_have_one(
         "sites": [{"name": "north"}],
     }
     with pytest.raises(
-        JobError, match=rf'same; .*{said}.*standardise_columns = \["height", "age"\]'
+        JobError, match=rf'same; .*{said}.*inputs = \["height", "age"\]'
     ):
         crossfed.load_job(document)
-    rest = {"training.standardise_columns": ["age"]}
+    rest = {"training.inputs": ["age"]}
     training = crossfed.load_job(document, rest).training
     assert training.moments.keys() == {"age"}
     limits = () if found.epsilon is None else (found.epsilon, found.delta)
