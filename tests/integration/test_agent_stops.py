@@ -91,6 +91,7 @@ def _cpu_seconds(pid: int) -> float:
     return sum(map(int, words[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.long
 def test_round_does_not_wait_for_an_agent_that_is_stopped(federation: Deployment):
     """It gives notice, is asked nothing until it is back, and then takes part."""
     made, folder = federation, federation.folder

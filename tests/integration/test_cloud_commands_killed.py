@@ -150,9 +150,10 @@ def killer(clouds: Clouds) -> Killer:
 
 
 # Each command that is killed takes as much as what it has started.
-_MANY = [pytest.param(seed, 3, 2, marks=pytest.mark.long) for seed in range(2, 22)]
+_MANY = [(seed, 3, 2) for seed in range(2, 22)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("seed", "num_ups", "num_downs"), [(1, 2, 1), *_MANY])
 def test_killed_commands_converge_and_nothing_bills_twice(
     killer: Killer, seed: int, num_ups: int, num_downs: int

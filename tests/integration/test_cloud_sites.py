@@ -289,6 +289,7 @@ def test_machines_of_two_clouds_train_and_go(clouds: Clouds):
     assert clouds.gcp.instances == {}
 
 
+@pytest.mark.long
 def test_of_two_commands_at_once_one_gives_way(clouds: Clouds, tmp_path: Path):
     """Each folder has an aggregator on its host, older than all machines."""
     clouds.write(f"127.0.0.1:{free_port()}", more=RELEASE)

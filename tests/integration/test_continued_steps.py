@@ -103,6 +103,7 @@ def trained(made: Deployment, runs: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_another_machine_ends_the_round(federation: Deployment):
     """The result is that of a run that nothing has disturbed, to the last bit."""
     made = federation
@@ -133,7 +134,7 @@ def test_another_machine_ends_the_round(federation: Deployment):
     assert not [*(folder / "runs").glob("*/sites/*/steps")]
 
 
-@pytest.mark.parametrize("secure", [True, False])
+@pytest.mark.parametrize("secure", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("federation", [PRIVATE_POLICY], indirect=True)
 def test_another_machine_ends_private_steps_for_what_was_paid(
     federation: Deployment,

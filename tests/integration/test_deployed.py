@@ -128,6 +128,7 @@ def test_the_model_is_that_of_a_simulation(federation: Deployment, tmp_path: Pat
     assert "quickstart" in crossfed("ps", "--aggregator", federation.config).stdout
 
 
+@pytest.mark.long
 def test_a_model_is_evaluated_at_the_sites(federation: Deployment, tmp_path: Path):
     """As in a simulation, in the clear and with masks, also if a coordinator dies."""
     job, model = plain_job(tmp_path), tmp_path / "model"
@@ -298,6 +299,7 @@ def test_site_that_refuses_names_the_key(federation: Deployment):
     assert "Traceback" not in refused + log
 
 
+@pytest.mark.long
 def test_every_party_has_its_copy_of_a_users_file(
     federation: Deployment, tmp_path: Path
 ):

@@ -15,8 +15,10 @@ from support.deployment import SITES, Deployment, deployed, descendants, wait_fo
 from support.forked import Forked
 from support.programs import needs
 
+# `make test` has the same in one process: test_unequal_sites.py.
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     needs("nginx"),
@@ -98,7 +100,6 @@ def test_slow_site_takes_fewer_steps_and_ends_with_the_others(
     assert {*steps.values()} == {STEPS * len(ALL)}
 
 
-@pytest.mark.long
 def test_frozen_site_of_a_buffered_run_holds_up_nobody_and_counts_when_it_is_back(
     federation: Deployment, tmp_path: Path
 ):

@@ -114,6 +114,7 @@ def run(federation: Deployment, job: Path) -> tuple[dict[str, dict[str, Any]], P
     return {each["site"]: each for each in answered}, max(runs.iterdir())
 
 
+@pytest.mark.long
 def test_an_app_of_flower_takes_part(federation: Deployment, tmp_path: Path):
     """Beside a site of ours; its update, examples and metrics count, value for value.
 

@@ -22,7 +22,17 @@ doomed.kill_everywhere(durable_things.THINGS[sys.argv[2]], Path(sys.argv[3]))
 """
 
 
-@pytest.mark.parametrize("name", THINGS)
+# The first is an object like each of those of a checkpoint; the others save work only.
+LONG = {"object of a folder", "cached object", "deployment's launches", "turn of a run"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in LONG), id=name)
+        for name in THINGS
+    ],
+)
 def test_killed_at_every_system_call(name: str, tmp_path: Path):
     """Before, in and after each; and once more while what was killed recovers."""
     done = subprocess.run(
