@@ -190,17 +190,3 @@ def test_host() -> None:
     assert len([key for key in found if key.startswith("host/certificate/site a")]) == 1
     (once,) = alerts.of_host(replace(well, knocks={"10.0.0.1": 1}), 0.0)
     assert "1 time." in once.text
-
-
-def test_owners_quotas() -> None:
-    """The larger share alone; what is not limited, or not known, alarms nobody."""
-    used = {
-        "site_hours": (81.0, 100.0),
-        "epsilon": (8.0, 8.0),
-        "gigabytes": (9.0, None),
-    }
-    used |= {"dollars": (None, 5.0)}  # type: ignore[dict-item]
-    found = {each.key: each.text for each in alerts.of_quotas("ann", used)}
-    assert [*found] == ["owner ann/site_hours/0.8", "owner ann/epsilon/1.0"]
-    assert "81.00 of site_hours = 100 (81%)" in found["owner ann/site_hours/0.8"]
-    assert "Its runs wait" in found["owner ann/epsilon/1.0"]

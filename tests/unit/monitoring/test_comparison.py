@@ -1,8 +1,6 @@
 """Runs side by side: every number said, nothing compared that cannot be."""
 
 import re
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from monitoring.pages.comparison import (
     ComparedRun,
     render,
 )
-from monitoring.pages.report import write_page
 from monitoring.views.run_fold import fold
 
 pytestmark = pytest.mark.slow
@@ -81,24 +78,6 @@ def test_settings_that_differ_are_named(page: str):
     assert "rounds" not in text
 
 
-def test_what_cannot_be_compared_is_said():
-    """Other data, tasks, deltas or meanings of epsilon, and runs that continue."""
-    three = _run(event_samples.secure(1))
-    language = _run(event_samples.language(1)[:-1])
-    private = _private(1.0)
-    planned = replace(private.view.privacy, unit="site")
-    spent = {
-        site: replace(told, delta=1e-6) for site, told in private.view.spent.items()
-    }
-    other = replace(
-        private, view=replace(private.view, privacy=planned, spent=spent), folder="b"
-    )
-    text = render([three, language, private, other])
-    for key in ("records", "tasks", "meaning", "deltas", "running"):
-        assert f'id="caution-{key}"' in text
-    assert 'class="message"' not in render([private, _private(8.0)])
-
-
 @pytest.mark.slow
 def test_many_runs_are_told_apart_and_reproducible():
     """Runs beyond the colours have other dashes; the same runs give the same bytes."""
@@ -116,12 +95,3 @@ def test_names_and_jobs_are_text():
     assert "<script" not in text
     assert text.count("&lt;script&gt;") > 2
     assert "(2)" in text
-
-
-def test_page_is_written_whole(tmp_path: Path):
-    """An older page is replaced and nothing else is left."""
-    path = tmp_path / "comparison.html"
-    path.write_text("old")
-    write_page(render([_private(1.0), _private(2.0)]), path)
-    assert path.read_text(encoding="utf-8").endswith("</html>")
-    assert list(tmp_path.iterdir()) == [path]

@@ -39,19 +39,6 @@ def rows(card: str) -> dict[str, str]:
     return {c[0].removeprefix("| "): c[1].removesuffix(" |") for c in cells}
 
 
-def test_facts_of_a_run():
-    """Model, data, training and evaluation are told."""
-    found = rows(card_of(fold(event_samples.two_sites(1))))
-    assert found["SHA-256"] == f"`{'a5' * 32}`"
-    assert found["values"] == "1,930 in 2 tensors of BF16, F32"
-    assert found["factory"] == "`clients.models:logistic_regression`"
-    assert found["options"] == '`{"inputs": 4, "classes": 3}`'
-    assert found["source"] == "`support.small_jobs:blobs`"
-    assert found["rounds"] == "1 of 1"
-    assert found["accuracy"] == "35.00%"
-    assert found["secure aggregation"] == "no"
-
-
 def test_epsilon_has_its_terms():
     """Epsilon comes with unit, delta, relation and sampling; noise is marked."""
     card = card_of(fold(event_samples.private(1)))
@@ -90,23 +77,6 @@ def test_text_of_the_run_is_no_markup(name: str):
     shown = name.replace("|", r"\|").replace("`", "'").replace("\n", " ")
     assert f"# `{shown}`\n" in card
     assert f"| run | `{shown}` |\n" in card
-
-
-def personal_card(site: str) -> str:
-    model = {"factory": "clients.models:digits_cnn", "personal": ["6.*"]}
-    job = tomli_w.dumps(job_file.document(small_job(num_sites=2, model=model)))
-    return model_card(fold(event_samples.whole_sites(1)), job, MODEL, site=site)
-
-
-def test_the_card_says_which_part_of_a_personal_model_it_is():
-    """Epsilon of whole sites does not cover what a site has kept."""
-    shared, own = personal_card(""), personal_card("north")
-    assert "Each site keeps `6.*`, which is not in the file" in shared
-    assert "own model of site `north`" in own
-    warning = "**Epsilon does not cover the site's own part.**"
-    assert warning in own
-    assert warning not in shared
-    assert "own model" not in card_of(fold(event_samples.two_sites(1)))
 
 
 def test_batches_of_a_step_are_named_where_they_are_not_one():

@@ -19,15 +19,13 @@ from federation.events import (
     ModelEvaluated,
     RoundFinished,
     RunFinished,
-    RunStarted,
     SiteAnswered,
     SiteFailed,
     SitesIntroduced,
     SitesLeftOut,
 )
 from federation.messages import FailureKind
-from monitoring.pages.report import render, render_sections
-from monitoring.terminal import live
+from monitoring.pages.report import render
 from monitoring.terminal.live import LiveProgress, sparkline
 from monitoring.terminal.outcome import lines
 from monitoring.terminal.progress import PlainProgress
@@ -162,38 +160,6 @@ def test_plain_exhausted_run_ends_soundly():
     assert "the privacy budget is spent: round 7 is beyond" in lines[-1]
 
 
-def test_plain_metrics_over_fewer_sites_say_so():
-    """A loss that lacks a site's data is not passed off as everybody's."""
-    lines = _lines([_without_second_site(e) for e in event_samples.two_sites(1)])
-    (line,) = (line for line in lines if line.startswith("round"))
-    assert " (at 1 of 2 sites) " in line
-
-
-def _without_second_site(event: Event) -> Event:
-    if not isinstance(event, ModelEvaluated):
-        return event
-    return replace(
-        event,
-        sites=event.sites[:1],
-        by_site=event.by_site[:1],
-        bytes_down=event.bytes_down[:1],
-        bytes_up=event.bytes_up[:1],
-    )
-
-
-def test_plain_round_without_evaluation_is_not_held_back():
-    """A round that is never evaluated is written when the next one ends."""
-    events = [
-        event
-        for event in event_samples.two_sites(3)
-        if type(event).__name__ != "ModelEvaluated"
-    ]
-    lines = _lines(events)
-    first = next(i for i, line in enumerate(lines) if "not evaluated" in line)
-    assert lines[first].startswith("round  1/3")
-    assert lines[first + 1].startswith("site   2/3")
-
-
 def _until_round(events: list[Event], index: int) -> list[Event]:
     """Events up to the one that finishes a round."""
     finished = (e for e in events if isinstance(e, RoundFinished))
@@ -326,36 +292,6 @@ def test_live_site_that_was_disconnected_is_not_shown_as_training():
     picture = _last_picture(events)
     assert re.search(rf"{site} .* was disconnected", picture)
     assert re.search(r"aws-us-east-1 .* training", picture)
-
-
-def test_live_replica_that_was_not_needed_leaves_no_data_out(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Whether the rounds of the table are settled or not."""
-    names = ("a", "b", "c")
-    script = Script(sites=names, rounds=4, failures=((2, "c", FailureKind.SURPLUS),))
-    events = event_samples.run(script)
-    found = [
-        replace(event, replicas=(names[1:],))
-        if isinstance(event, RunStarted)
-        else event
-        for event in events
-    ]
-    for most in (20_000, 1):
-        monkeypatch.setattr(live, "_MAX_HELD", most)
-        row = next(x for x in _last_picture(found).splitlines() if "2/3" in x)
-        assert "2/3 (all data)" in row
-        assert "loss of" not in row
-        assert len(re.findall(r"3/3 \(all data\)", _last_picture(found))) == 3
-    row = render_sections(fold(found), ["rounds"], is_live=False)["rounds"]
-    assert "2 of 3 <small>(all data)</small>" in row
-
-
-def test_live_many_sites_stay_within_the_terminal():
-    """Sites beyond the room are counted, and failures are among those shown."""
-    picture = _last_picture(event_samples.many_sites())
-    assert "and 188 sites more: " in picture
-    assert len(picture.splitlines()) <= 40
 
 
 def test_live_hides_control_characters_and_markup():

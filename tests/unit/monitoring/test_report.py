@@ -19,7 +19,6 @@ from support.stored_runs import stored
 from federation.errors import StoreUnavailable
 from federation.events import (
     ModelEvaluated,
-    RoundFinished,
     RunStarted,
     SiteAnswered,
 )
@@ -349,26 +348,6 @@ def test_run_without_privacy_claims_none():
     assert "epsilon" not in draw_all(fold(event_samples.two_sites(2)), {"epsilon"})
 
 
-@pytest.mark.slow
-def test_loss_that_lacks_a_site_is_not_passed_off_as_everybodys():
-    """The tile says whose it is, and it is never called the lowest."""
-    events = event_samples.two_sites(3)
-    *_, last = (e for e in events if isinstance(e, ModelEvaluated))
-    events[events.index(last)] = replace(
-        last,
-        sites=last.sites[:1],
-        by_site=last.by_site[:1],
-        bytes_down=last.bytes_down[:1],
-        bytes_up=last.bytes_up[:1],
-    )
-    page = page_with(fold(events))
-    assert "after round 3, 1 of 2 sites" in page
-    assert "among rounds that all sites evaluated" in page
-    best = re.search(r"best\">([0-9.]+)", page)
-    assert best
-    assert best[1] == f"{fold(events).rounds[1].loss:.3f}"
-
-
 def test_figures_can_be_left_out():
     """A page has those that it is given, and of a run the named ones are drawn."""
     view = fold(RUNS["quiet"])
@@ -463,30 +442,6 @@ def test_no_number_of_a_site_spoils_the_report(extreme: float):
     with PlainProgress(io.StringIO()) as progress:
         for event in events:
             progress(event)
-
-
-def test_resources_are_shown_with_their_method():
-    """What the work took stands beside what was waited for."""
-    used = Resources(
-        busy_seconds=61.0,
-        cpu_seconds=122.0,
-        peak_memory_bytes=3 * 10**9,
-        method="process",
-    )
-    events = [
-        replace(event, resources=used)
-        if isinstance(event, SiteAnswered | RoundFinished)
-        else event
-        for event in event_samples.two_sites(2)
-    ]
-    assert ">Busy<" not in page_of("quiet")
-    view = fold(events)
-    page = page_with(view)
-    for shown in (">Busy<", "2 min 02 s", "4 min 04 s", "3.0 GB", "of the process"):
-        assert shown in page
-    (site, _) = result(view)["sites"]
-    assert site["resources"]["cpu_seconds"] == 244.0
-    assert result(view)["rounds"][0]["resources"]["peak_memory_bytes"] == 3 * 10**9
 
 
 def test_energy_is_shown_where_it_came_and_said_to_be_unknown_elsewhere():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from support import event_samples
-from support.event_samples import TWO_SITES, UPDATE_BYTES, Script
+from support.event_samples import TWO_SITES, Script
 
 from federation.events import (
     Event,
@@ -75,24 +75,6 @@ def test_traffic_adds_up_at_any_moment():
         assert _bytes_told(told) == (up, down) == (view.bytes_up, view.bytes_down)
 
 
-def test_steps_of_a_round_that_runs_again_are_forgotten():
-    """A resumed coordinator repeats them, those of the last evaluation included."""
-    events = event_samples.secure(3)
-    again = event_samples.run(
-        Script(sites=events[0].sites, rounds=3, first_round=2, secure=True)
-    )
-    view = fold([*events, *again])
-    steps = [step.step for step in view.rounds[1].steps]
-    assert steps == ["advertise", "confirm", "survivors", "reveal"]
-    assert len(view.rounds[0].steps) == 4
-    assert len(view.rounds[2].steps) == len(view.evaluation_steps) == 2
-    begun = [i for i, e in enumerate(events) if isinstance(e, RoundStarted)]
-    assert _bytes_told([*events[: begun[1]], *again]) == (
-        view.bytes_up,
-        view.bytes_down,
-    )
-
-
 def test_secure_sites_have_no_metrics_of_their_own():
     """What is known of all together is known of the rounds."""
     view = fold(event_samples.secure())
@@ -122,25 +104,6 @@ def test_answer_that_came_twice_is_no_failure_of_its_site():
     view = fold(events)
     assert view.failures == (refused,)
     assert [each.num_failures for each in view.sites] == [0, 1]
-
-
-def test_failed_last_evaluation_is_seen():
-    """Failures after the last round belong to no round but are not lost."""
-    events = event_samples.two_sites(2)
-    late = SiteFailed(
-        at=events[-1].at,
-        round_index=3,
-        site=TWO_SITES[0],
-        kind=FailureKind.DEADLINE,
-        message="",
-        asked_seconds=0.0,
-        answered_seconds=1.0,
-        bytes_down=7,
-        bytes_up=0,
-    )
-    view = fold([*events[:-1], late, events[-1]])
-    assert (late,) == view.unevaluated == view.failures == view.sites[0].failures
-    assert fold(events).bytes_down + 7 == view.bytes_down
 
 
 def test_sites_follow_the_rounds():
@@ -174,21 +137,6 @@ def test_sites_that_had_left_before_a_restart_are_not_missing():
     before = fold([*events[:restart], left])
     assert before.left_out == left
     assert fold([*events[:restart], left, *events[restart:]]).left_out is None
-
-
-def test_unfinished_run_is_running():
-    """Events may stop anywhere; the round in progress is told apart."""
-    events = event_samples.two_sites(3)
-    answered = [i for i, e in enumerate(events) if isinstance(e, SiteAnswered)]
-    view = fold(events[: answered[2] + 1])
-    assert view.status == "running"
-    assert (
-        view.current.index,
-        view.current.status,
-        view.current.answered,
-    ) == (2, "running", 1)
-    assert view.current.seconds is None
-    assert UPDATE_BYTES == view.current.bytes_up == view.current.bytes_down
 
 
 def test_every_prefix_has_a_view():

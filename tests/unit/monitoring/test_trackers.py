@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,21 +104,6 @@ def test_rounds_that_ran_again_are_not_there_twice(tmp_path: Path):
     assert len(before) < len(found)
 
 
-@pytest.mark.slow
-def test_torn_file_of_a_killed_exporter_is_replaced(tmp_path: Path):
-    """A file of somebody else in the same folder stays."""
-    run, events = RunFolder(tmp_path), event_samples.two_sites(2)
-    write(run, events)
-    export(run)
-    (torn,) = (run.path / "tensorboard").glob("events*.crossfed")
-    torn.write_bytes(torn.read_bytes()[:-40])
-    other = run.path / "tensorboard" / "notes.txt"
-    other.write_text("mine")
-    export(run)
-    assert sorted(in_tensorboard(run)) == single(points_of(fold(events)))
-    assert other.read_text() == "mine"
-
-
 class Recorder:
     """A tracker that keeps what it is given."""
 
@@ -208,30 +192,6 @@ def test_exports_nothing_that_the_disclosure_table_hides(setting: Exposure):
     assert of_sites == {"training_loss", "loss", "accuracy"} - hidden
     assert ("training_loss" in names) != setting.private
     assert {"loss", "accuracy", "bytes_up"} <= names
-
-
-@pytest.mark.slow
-def test_second_exporter_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("tensorboard")
-    run = RunFolder(tmp_path)
-    write(run, event_samples.two_sites(2))
-    hold = (
-        "import sys; from pathlib import Path; from federation import folder_lock\n"
-        "with folder_lock.hold(Path(sys.argv[1]), ''):\n"
-        "    print('held', flush=True); sys.stdin.read()"
-    )
-    lock = str(run.path / ".tensorboard.lock")
-    with subprocess.Popen(
-        [sys.executable, "-c", hold, lock],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdin is not None
-        other.stdout.readline()
-        assert main(["export-metrics", str(tmp_path), "--to", "tensorboard"]) == 1
-        other.stdin.close()
-    assert "another process exports" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow"])

@@ -20,7 +20,6 @@ from federation.events import (
     Event,
     RoundStarted,
     RunFinished,
-    SiteFailed,
 )
 from federation.messages import FailureKind
 from monitoring.pages import report
@@ -265,19 +264,6 @@ def test_another_file_in_its_place_is_read_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_that_stopped_early_can_be_resumed(tmp_path: Path) -> None:
-    """Not one that has done all its rounds; the buttons follow the state."""
-    states = {}
-    for status in ("stopped", "failed", "completed"):
-        run = RunFolder(tmp_path / status)
-        *events, end = event_samples.run(Script(rounds=2))
-        assert isinstance(end, RunFinished)
-        _write(run, [*events, replace(end, status=status)])
-        states[status] = _page(RunFeed(run)).state
-    assert states == {"stopped": "stopped", "failed": "stopped", "completed": "ended"}
-
-
-@pytest.mark.slow
 def test_killed_run_is_not_shown_as_going_on(tmp_path: Path) -> None:
     """Nobody waits for its sites, and it has no time left."""
     run = RunFolder(tmp_path)
@@ -313,21 +299,6 @@ def test_frozen_site_is_blamed_alone(tmp_path: Path) -> None:
     assert all(f"Waits for {second}" in text for text in texts[2:])
     # A round that stalls says nothing about the time that is left.
     assert [" left." in text for text in texts] == [True, False, True, False]
-
-
-@pytest.mark.slow
-def test_revoked_site_is_called_so(tmp_path: Path) -> None:
-    """Its node is gone, which without the operator's record is only unreachable."""
-    run, (site, _) = RunFolder(tmp_path), event_samples.TWO_SITES
-    script = Script(failures=((2, site, FailureKind.UNREACHABLE),))
-    events = event_samples.run(script)
-    fails = next(at for at, e in enumerate(events) if isinstance(e, SiteFailed))
-    _write(run, events[: fails + 1])
-    with run.locked():
-        assert f"{site}: unreachable" in _page(RunFeed(run)).sections["now"]
-        now = _page(RunFeed(run, revoked=lambda: [site])).sections["now"]
-    assert f"{site}: revoked" in now
-    assert "unreachable" not in now
 
 
 @pytest.mark.slow
