@@ -5,11 +5,13 @@ records for it. Sites' own noised statistics are in ``clients.privacy.standardis
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from clients.data.datasets import Dataset
 from clients.data.persons import COLUMN
+from clients.data.pooled import PooledDataset
 from clients.data.table_inputs import as_listed
 from clients.data.tables import Table, Words
 from clients.privacy.standardise import Statistics
@@ -53,6 +55,8 @@ def standardised(
 
 
 def _apply(moments: Moments, data: Dataset) -> Dataset:
+    if isinstance(data, PooledDataset):
+        return replace(data, parts=[_apply(moments, part) for part in data.parts])
     if isinstance(data, Table):
         return _of_table(moments, data)
     names = sorted(moments, key=lambda name: (len(name), name))

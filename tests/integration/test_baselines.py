@@ -122,6 +122,29 @@ def test_the_command_writes_a_page_and_json(
     assert "earlier call" in capsys.readouterr().err
 
 
+def test_tables_are_standardised_in_every_row(tmp_path: Path):
+    """Pooled data take the columns of the moments, as each site's records do."""
+    drawn, sites = np.random.default_rng(0), []
+    for name in ("a", "b"):
+        columns = {"label": np.arange(40) % 2, "age": drawn.normal(50, 9, 40)}
+        np.savez(tmp_path / f"{name}.npz", ward=drawn.integers(0, 9, 40), **columns)
+        options = {"path": str(tmp_path / f"{name}.npz"), "target": "label"}
+        options["held_out_fraction"] = 0.25
+        source = {"source": "clients.data:table", "options": options}
+        sites.append({"name": name, "data": source})
+    training = {"local_steps": 1, "standardise": "stats:survey"}
+    document = {
+        "name": "t",
+        "rounds": 1,
+        "model": {**MODEL, "options": {"inputs": 1, "classes": 2}},
+        "training": {**training, "moments": {"age": [50.0, 9.0]}},
+        "sites": sites,
+    }
+    _, rows = found(job_file.parse(document))
+    for row in rows.values():
+        assert row.trainings[0].results[ALL].count == 20
+
+
 def test_pooled_data_are_read_in_the_order_asked_for():
     """Across parts, with labels and persons; and a subset of a subset."""
     whole = as_dataset(visits()[0], name="whole")
