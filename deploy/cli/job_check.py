@@ -8,7 +8,12 @@ from typing import Any
 from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.site_plans import PrivateSites
 from clients.training.local_federation import Federation
-from deploy.wiring.rehearsal import dropout_notice, rehearse, traffic_of
+from deploy.wiring.rehearsal import (
+    dropout_notice,
+    rehearse,
+    statistics_notice,
+    traffic_of,
+)
 from federation.errors import JobError
 from federation.ids import SiteId, new_run_id
 from federation.job import job_file
@@ -125,7 +130,8 @@ def forecast(
     """
     job = federation.job
     private, contract = _promises(federation, clock)
-    lines = [text for text in (dropout_notice(job), bad_site_notice(job)) if text]
+    notices = (dropout_notice(job), bad_site_notice(job), statistics_notice(job))
+    lines = [text for text in notices if text]
     if private is not None:
         planned = private.planned(at=clock.now())
         lines = [*privacy_words.lines(planned, _MAX_SITES_WITH_LINES), *lines]

@@ -121,7 +121,13 @@ def run(options: argparse.Namespace) -> int:
         else:
             say(name)
         return DONE
-    return _follow(options, runs, name, every=job.evaluation.every)
+    code = _follow(options, runs, name, every=job.evaluation.every)
+    if code == DONE and job.statistics is not None:
+        tell(
+            "the aggregator keeps what the run finds: its operator reads it with "
+            f"crossfed stats {name} --root FOLDER/runs, beside aggregator.toml"
+        )
+    return code
 
 
 def rows(options: argparse.Namespace) -> list[dict[str, Any]]:

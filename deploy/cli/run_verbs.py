@@ -15,6 +15,7 @@ from deploy import exit_codes
 from deploy.cli import remote_runs
 from deploy.cli.arguments import load_job
 from deploy.cli.run_progress import run_progress
+from deploy.cli.simulate_verb import print_statistics
 from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.cli.web import live_page
 from deploy.exit_codes import DONE, STOPPED
@@ -189,13 +190,17 @@ def _tell_outcome(
     """Print a run's outcome, and return its exit code."""
     from monitoring.terminal.outcome import lines  # noqa: PLC0415
 
-    status = exit_codes.status_of(outcome.code)
+    status, found = exit_codes.status_of(outcome.code), run.read_statistics()
     if options.json and run.result.is_file():
+        asked = {} if found is None else {"statistics": found.document()}
         # Its last coordinator may not have known how the run would end.
-        say_json({**json.loads(run.result.read_text()), "status": status})
+        known = json.loads(run.result.read_text())
+        say_json({**known, **asked, "status": status})
     elif options.json:
         _say_run(options, run, status)
     elif run.exists():
+        if found is not None:
+            print_statistics(found)
         # A job that no site accepts ends before the first event: its message says so.
         with contextlib.suppress(RunNotFound):
             view, _ = run.whole_view()  # Who followed it has read of any damage.

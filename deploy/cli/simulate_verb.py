@@ -74,11 +74,12 @@ def _stats(options: argparse.Namespace) -> int:
     if options.json:
         say_json(found.document())
     else:
-        _print_statistics(found)
+        print_statistics(found)
     return DONE
 
 
-def _print_statistics(found: "RunStatistics") -> None:
+def print_statistics(found: "RunStatistics") -> None:
+    """Print what a run of statistics has found."""
     records = {"n": found.records, "n_noise": found.noise.get("counts")}
     say(f"records     {_cell(records, 'n')} of {found.sites} sites")
     shown = ("name", "count", "missing", "mean", "deviation", "below", "above")
@@ -271,7 +272,7 @@ def _print_outcome(outcome: "RunResult") -> None:
     from monitoring.terminal.outcome import lines  # noqa: PLC0415 -- keeps `--help` fast
 
     if outcome.statistics is not None:
-        _print_statistics(outcome.statistics)
+        print_statistics(outcome.statistics)
     for line in lines(outcome.view):
         say(line)
     if outcome.folder is not None:

@@ -19,10 +19,12 @@ from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.ring_seal import Protection
 from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
 from clients.privacy.site_plans import PrivateSites
+from clients.privacy.site_policy import check_job
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
 from clients.training.site import Seal
 from deploy.wiring.run import SecureContext
+from federation.errors import JobError
 from federation.events import CostPredicted
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
@@ -287,6 +289,27 @@ def cohort_notice(job: JobSpec, before: Iterable[JobSpec]) -> str:
         "would refuse this run (policy.min_group), if their data are the same: ask the "
         "same sites as before, or use privacy.differential_privacy"
     )
+
+
+def statistics_notice(job: JobSpec) -> str:
+    """Say how deployed sites answer exact statistics otherwise than a simulation.
+
+    Returns:
+        A warning; empty if there is nothing to warn of.
+    """
+    if job.statistics is None or job.privacy.differential_privacy.enabled:
+        return ""
+    policy = PolicySpec(privacy="none")
+    text = (
+        'deployed sites give exact statistics only with policy.privacy = "none". They '
+        f"leave out cells of fewer than {policy.statistics.min_count} of their records "
+        "(policy.statistics.min_count), which a simulation shows"
+    )
+    try:
+        check_job(job, policy, SiteId(job.sites[0].name), has_data=True)
+    except JobError as error:
+        text += f". By the defaults of a policy they refuse this job: {error}"
+    return text
 
 
 def _ring_noise_std(private: PrivateSites | None) -> float:

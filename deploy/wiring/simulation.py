@@ -33,6 +33,7 @@ from deploy.wiring.rehearsal import (
     dropout_notice,
     predicted,
     rehearse,
+    statistics_notice,
     traffic_of,
 )
 from deploy.wiring.run import InProcess, Run, SiteSource
@@ -390,6 +391,7 @@ class _Simulation:
         surrogate = self._job.simulation.training == SURROGATE
         notes |= {NOTICE} if surrogate else set()
         notes.add(cohort_notice(self._job, self._asked_before()))
+        notes.add(statistics_notice(self._job))
         for text in (dropout_notice(self._job), notice(self._job), *sorted(notes)):
             if text:
                 yield Warned(at=self._clock.now(), message=text)

@@ -244,6 +244,24 @@ def test_a_simulation_warns_of_sums_that_sites_would_refuse(tmp_path: Path):
     assert not any("differ by" in text for text in warned(4, "a", **noise))
 
 
+def test_a_simulation_warns_of_what_deployed_sites_leave_out_or_refuse(folder: Path):
+    """Not of noised sums, which they answer as a simulation does."""
+
+    def warned(**tables: Any) -> list[str]:
+        found = [w.message for w in simulate(job(folder, **tables)).view.warnings]
+        return [text for text in found if "min_count" in text]
+
+    (text,) = warned(privacy=SECURE)
+    assert "refuse" not in text
+    overlap = {"columns": [{**AGE, "quantiles": [0.5]}]}
+    (text,) = warned(privacy=SECURE, statistics=overlap)
+    assert "refuse this job: statistics.columns[0]: " in text
+    assert "would overlap" in text
+    (text,) = warned(statistics={"columns": [AGE]})
+    assert "policy.secure_aggregation" in text
+    assert not warned(privacy=SECURE | NOISE, statistics=overlap)
+
+
 def test_the_verb_prints_and_keeps_what_a_run_found(
     folder: Path,
     tmp_path: Path,
@@ -297,6 +315,8 @@ def test_a_job_of_statistics_can_be_checked(
         out = capsys.readouterr().out
         assert ": 2 rounds, 3 sites, " in out
         assert "the job is sound" in out
+        exact = privacy is None or "differential_privacy" not in privacy
+        assert ("min_count" in out) == exact
     assert main(["check-job", str(path), "--set", 'statistics.columns.0.names=["x"]'])
     assert "site 'south' has no column 'x'" in capsys.readouterr().err
 

@@ -1,11 +1,13 @@
 """Following a run that others write."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 from support import event_samples
 from support.small_jobs import small_job
+from support.without_report import simulate
 
 from cloud_adapters.flower.facts import Connected, not_connected
 from deploy.aggregator_host import config as aggregator_file, run_list, run_queue
@@ -15,6 +17,7 @@ from federation.clock import VirtualClock
 from federation.errors import CorruptObject
 from federation.event_log import EventWriter, to_line
 from federation.events import Warned
+from federation.job import job_file
 from monitoring.runs.run_folder import RunFolder
 
 
@@ -95,6 +98,30 @@ def test_logs_are_lines_and_with_json_events(
     (line,) = capsys.readouterr().out.splitlines()
     assert "updates are scaled down" in line
     assert line.startswith("{") == as_json
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_run_of_statistics_ends_with_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool
+):
+    run = RunFolder(tmp_path / "s" / "one")
+    column = {"names": ["0"], "low": -5.0, "high": 5.0}
+    document = {
+        "name": "s",
+        "data": {"source": "support.small_jobs:blobs"},
+        "sites": [{"name": "a"}, {"name": "b"}],
+        "statistics": {"columns": [column]},
+    }
+    found = simulate(job_file.parse(document), folder=run.path).statistics
+    assert found is not None
+    options = argparse.Namespace(json=as_json)
+    outcome = run_queue.Outcome(code=0, message="")
+    assert run_verbs._tell_outcome(options, run, outcome) == 0
+    out = capsys.readouterr().out
+    if as_json:
+        assert json.loads(out)["statistics"]["records"] == found.records
+    else:
+        assert f"{found.records:,} of 2 sites" in out
 
 
 def started(run: RunFolder) -> None:

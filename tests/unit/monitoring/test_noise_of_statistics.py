@@ -129,7 +129,7 @@ def test_what_noise_makes_impossible_is_not_known(capsys: pytest.CaptureFixture[
         sites=2, records=40, columns=columns, **matrices, noise=draw.noise_on_records()
     )
     assert run.noise == {COUNTS: 0.3}
-    simulate_verb._print_statistics(run)
+    simulate_verb.print_statistics(run)
     shown = capsys.readouterr().out
     assert shown.count("40 ±0.3") == 4  # Of records, two columns, and complete ones.
     assert f"0 ±{0.3 * math.sqrt(2):.3g}" in shown
