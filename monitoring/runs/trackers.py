@@ -16,16 +16,29 @@ from typing import Any, NamedTuple, Protocol
 from cloud_adapters.extras import naming_extras
 from federation import folder_lock
 from federation.errors import FederationError, StoreUnavailable, os_errors
-from federation.events import CheckpointSaved, Emit, Event, RunStarted
+from federation.events import (
+    CheckpointSaved,
+    Emit,
+    Event,
+    PrivacyPlanned,
+    RoundEvent,
+    RunExtended,
+    RunFinished,
+    RunStarted,
+)
 from federation.protocols import Clock
+from monitoring.runs.event_tail import EventTail
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.result_json import history
 from monitoring.views.round_view import accuracy_of, loss_of, metrics_of
-from monitoring.views.run_fold import RunFold
+from monitoring.views.run_fold import fold
 from monitoring.views.run_view import INTERRUPTED, RunView
 
 LOOK_SECONDS = 1.0
 _RUNNING = {"running", INTERRUPTED}
+# Events that are not of a round, and decide about points.
+_WHOLE_RUN = (RunStarted, RunExtended, PrivacyPlanned, RunFinished)
+_KEPT_ROUNDS = 4  # Behind the newest final one: of these, a resumed run measures some.
 _BATCH = 1000  # Most metrics that an MLflow server takes in one request.
 _SUFFIX = ".crossfed"  # Only files with this ending are ours to remove.
 _ENDS = {"completed": "FINISHED", "exhausted": "FINISHED", "stopped": "KILLED"}
@@ -73,16 +86,20 @@ class Tracker(Protocol):
         ...
 
 
-def points_of(view: RunView) -> Points:
+def points_of(view: RunView, last: float = math.inf) -> Points:
     """Every number that a run's events state by round.
 
     Names are those of the columns of ``history``; a site's own numbers are
     ``sites/NAME/...``. Values that are not finite are left out, and those that can
     still change: while a run continues, what came after the checkpoint before the last.
+
+    Args:
+        view: The run.
+        last: Leave out later rounds.
     """
-    last = math.inf
     if view.status in _RUNNING:
-        last = max((saved.round_index for saved in view.checkpoints), default=0) - 1
+        saved = max((saved.round_index for saved in view.checkpoints), default=0)
+        last = min(last, saved - 1)
     when = {row.index: row.finished.at for row in view.rounds if row.finished}
     series: dict[str, list[tuple[int, Any]]] = {}
     for row in history(view):
@@ -286,37 +303,156 @@ def export_metrics(
         RunNotFound: No run has begun in the folder.
         StoreUnavailable: Events cannot be read, or metrics cannot be written.
     """
-    view = run.view()
-    tracker = tracker_of(name, run, view)
+    tracker = tracker_of(name, run, run.settled_view())
     with exporting_alone(run, name), closing(tracker):
         with naming_extras():
-            written = dict(tracker.written())
-        size, is_alone = -1, False
+            export = Export(run, tracker)
+        is_alone = False
         while True:
-            with os_errors(StoreUnavailable, f"read {run.events}"):
-                before, size = size, run.events.stat().st_size
-            if size != before:
-                view = run.view()
-                written = bring_up_to_date(tracker, written, view)
-            if not follow or view.status not in _RUNNING:
-                return len(written)
+            export.look()
+            if not follow or export.status not in _RUNNING:
+                return export.count
             if not (is_alone or run.is_locked()):
                 tell(f"no process works on {run.path}: waiting until it is resumed")
             is_alone = not run.is_locked()
             clock.sleep(LOOK_SECONDS)
 
 
-def bring_up_to_date(
-    tracker: Tracker, written: Points, view: RunView
-) -> dict[MetricStep, Point]:
-    """Write new points; all of them if a resumed run has measured some again."""
-    points = points_of(view)
-    if any(points.get(place) != point for place, point in written.items()):
-        tracker.restart()
-        written = {}
-    new = {place: p for place, p in points.items() if place not in written}
-    tracker.write(new, view.status)
-    return dict(points)
+class FinalPoints:
+    """Makes points of a run's events, of which it holds those of the last rounds.
+
+    Attributes:
+        status: The run's, as in ``RunView.status``.
+        has_changed: Whether points that were taken have changed, or have gone.
+    """
+
+    def __init__(self, first_rounds: Sequence[int] = ()) -> None:
+        """Begin before the first event.
+
+        Args:
+            first_rounds: With which rounds coordinators begin, as far as that is known:
+                what a later one measures again is left to it.
+        """
+        self.status, self.has_changed = "running", False
+        self._coming, self._forgotten = [*first_rounds], -1
+        self._events: list[Event] = []
+        self._taken: dict[MetricStep, Point] = {}
+
+    def add(self, event: Event) -> None:
+        """Add the next event."""
+        if isinstance(event, RunStarted):
+            self._coming = self._coming[1:]
+        is_wanted = isinstance(event, _WHOLE_RUN) or (
+            isinstance(event, RoundEvent) and event.round_index > self._forgotten
+        )
+        if is_wanted and (self._events or isinstance(event, RunStarted)):
+            self._events.append(event)
+
+    def take(self) -> Points:
+        """Return the points that have become final since."""
+        if not self._events:
+            return {}
+        view = fold(self._events)
+        self.status = view.status
+        found = points_of(view, min(self._coming, default=math.inf) - 2)
+        self.has_changed |= any(
+            found.get(p) != known for p, known in self._taken.items()
+        )
+        new = {
+            place: point
+            for place, point in found.items()
+            if place not in self._taken and place.step > self._forgotten
+        }
+        newest = max((place.step for place in found), default=0)
+        self._forget(newest - _KEPT_ROUNDS, {**self._taken, **new})
+        return new
+
+    def _forget(self, last: int, taken: Points) -> None:
+        self._forgotten = max(self._forgotten, last)
+        self._taken = {p: v for p, v in taken.items() if p.step > self._forgotten}
+        self._events = [
+            event
+            for event in self._events
+            if not isinstance(event, RoundEvent) or event.round_index > self._forgotten
+        ]
+
+
+class Export:
+    """Brings a tracker up to date with the log of a run.
+
+    Attributes:
+        count: Points that are there.
+        status: The run's, as in ``RunView.status``.
+    """
+
+    def __init__(self, run: RunFolder, tracker: Tracker) -> None:
+        """Begin with what an earlier export has written."""
+        self.count, self.status = 0, ""
+        self._run, self._tracker = run, tracker
+        self._before = dict(tracker.written())
+        self._known: Sequence[int] = ()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tail, self._points = EventTail(self._run.events), FinalPoints(self._known)
+        self._new: dict[MetricStep, Point] = {}  # That are not written yet.
+
+    def look(self) -> None:
+        """Write what has become final since.
+
+        Raises:
+            CorruptObject: The log is damaged.
+            StoreUnavailable: It cannot be read, or the tracker is not there.
+        """
+        with os_errors(StoreUnavailable, f"read {self._run.events}"):
+            while not self._has_looked():
+                self._known = self._tail.first_rounds()
+                self._tracker.restart()
+                self._before, self.count = {}, 0
+                self._begin()
+        if self._tail.is_gone:
+            raise StoreUnavailable(f"{self._run.events} was deleted")
+        if self._tail.damaged:
+            self._run.read_events()  # Says where.
+
+    def _has_looked(self) -> bool:
+        """Look; false if all that was written is to be written anew."""
+        events, is_first = self._tail.news(), self.status == ""
+        if self._tail.is_anew and self.count:
+            return False  # Another log has taken the place of the one before.
+        for event in events:
+            self._points.add(event)
+            if isinstance(event, CheckpointSaved) and not self._take():
+                return False
+            if len(self._new) >= _BATCH:
+                self._write()
+        # What an earlier export has written may be what the run does not have any more.
+        if not self._take() or (is_first and self._before):
+            return False
+        if self._new or self.status != self._points.status:
+            self._write()
+        return True
+
+    def _take(self) -> bool:
+        """Take the points that are final; false if others of them were written."""
+        new = self._points.take()
+        known = {p: self._before.pop(p) for p in new if p in self._before}
+        is_wrong = any(new[place] != point for place, point in known.items())
+        is_wrong |= self._points.has_changed and self._is_resumed()
+        self._points.has_changed = False
+        self.count += len(new)
+        self._new |= {
+            place: point for place, point in new.items() if place not in known
+        }
+        return not is_wrong
+
+    def _write(self) -> None:
+        self.status = self._points.status
+        self._tracker.write(self._new, self.status)
+        self._new = {}
+
+    def _is_resumed(self) -> bool:
+        return [*self._known] != self._tail.first_rounds()
 
 
 _LOG = logging.getLogger(__name__)
@@ -354,45 +490,34 @@ class _LiveExport:
 
     run: RunFolder
     name: str
-    _fold: RunFold = field(default_factory=RunFold)
     _stack: ExitStack = field(default_factory=ExitStack)
-    _tracker: Tracker | None = None
-    _written: Points = field(default_factory=dict)
+    _export: Export | None = None
 
     def __call__(self, event: Event) -> None:
-        """Take note of an event, and write after a checkpoint."""
+        """Write after a checkpoint."""
         if isinstance(event, RunStarted):
             self._attempt(self._begin)
-            return
-        self._fold.add(event)
-        if isinstance(event, CheckpointSaved) and self._tracker is not None:
-            self._attempt(lambda: self._write(self._fold.view()))
+        elif isinstance(event, CheckpointSaved) and self._export is not None:
+            self._attempt(self._export.look)
 
     def end(self) -> None:
         """Write what came last, also where the run ended with an error."""
         with self._stack:
-            if self._tracker is not None:
-                self._attempt(lambda: self._write(self.run.view()))
+            if self._export is not None:
+                self._attempt(self._export.look)
 
     def _begin(self) -> None:
-        for event in self.run.read_events():  # Of a resumed run, the earlier ones too.
-            self._fold.add(event)
         self._stack.enter_context(exporting_alone(self.run, self.name))
-        tracker = tracker_of(self.name, self.run, self._fold.view())
+        tracker = tracker_of(self.name, self.run, self.run.settled_view())
         self._stack.enter_context(closing(tracker))
-        self._written = tracker.written()
-        self._tracker = tracker
-
-    def _write(self, view: RunView) -> None:
-        if self._tracker is not None:
-            self._written = bring_up_to_date(self._tracker, dict(self._written), view)
+        self._export = Export(self.run, tracker)
 
     def _attempt(self, step: Callable[[], None]) -> None:
         """Take a step; where it fails, log why and write no more."""
         try:
             step()
         except FederationError as error:
-            self._tracker = None
+            self._export = None
             _LOG.warning(
                 "simulation.live_metrics: %s; the run continues, and crossfed "
                 "export-metrics %s --to %s can write its metrics later",

@@ -59,6 +59,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 for listener in listeners:
                     listener(event)
             if broken:
+                assert tracker.points
                 raise KeyboardInterrupt
 
     return played

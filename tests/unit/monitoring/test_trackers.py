@@ -1,5 +1,6 @@
 """Metrics of a run as TensorBoard and MLflow read them."""
 
+import gc
 import itertools
 import json
 import sys
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 from support import event_samples
+from support.event_samples import Script
 
 from deploy.cli import main
 from federation.clock import VirtualClock
 from federation.event_log import EventWriter
-from federation.events import Event, RoundFinished, RunStarted
+from federation.events import Event, RoundFinished, RunStarted, SiteAnswered
 from federation.job.disclosure import Exposure, conceal
 from monitoring.runs import trackers
 from monitoring.runs.run_folder import RunFolder
@@ -169,6 +171,42 @@ def test_checkpoint_that_was_lost_begins_anew(
     export_metrics(run, "mlflow", follow=True, clock=clock, tell=[].append)
     assert recorder.points == points_of(fold(events))
     assert recorder.restarts == 1
+
+
+def test_many_checkpoints_were_lost(tmp_path: Path):
+    """The export has forgotten these rounds, and writes everything anew."""
+    run, recorder = RunFolder(tmp_path), Recorder()
+    first = event_samples.run(Script(rounds=12, stop_after=11))
+    start = event_samples.START + 90
+    second = event_samples.run(Script(rounds=12, first_round=2, seed=3, start=start))
+    export = trackers.Export(run, recorder)
+    for events in (first, second):
+        write(run, events)
+        export.look()
+    assert recorder.points == points_of(fold([*first, *second]))
+    assert (recorder.restarts, export.count) == (1, len(recorder.points))
+    again = Recorder()
+    trackers.Export(run, again).look()
+    assert (again.points, again.restarts) == (recorder.points, 1)
+
+
+def num_answers() -> int:
+    """Answers that somebody holds."""
+    return sum(isinstance(each, SiteAnswered) for each in gc.get_objects())
+
+
+def test_memory_does_not_grow_with_rounds(tmp_path: Path):
+    """Of an export that follows: a run may have 10,000 rounds and 1,000 sites."""
+    held = []
+    for rounds in (10, 40):
+        run, before = RunFolder(tmp_path / str(rounds)), num_answers()
+        write(run, event_samples.two_sites(rounds))
+        export = trackers.Export(run, Recorder())
+        export.look()
+        held.append((num_answers() - before, len(export._points._taken)))
+        del export
+    assert held[0] == held[1]
+    assert held[0][0] > 0
 
 
 @pytest.mark.parametrize(
