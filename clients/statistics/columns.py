@@ -12,7 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.data.datasets import Dataset, columns_of
-from clients.data.tables import Column as TableColumn, Words, words_of
+from clients.data.tables import (
+    Column as TableColumn,
+    Table as Rows,
+    Words,
+    is_of_categories,
+    words_of,
+)
 from clients.statistics.derived import derived
 from federation.errors import SiteError
 from federation.ids import SiteId
@@ -63,6 +69,8 @@ def read(table: Table, data: Dataset, site: SiteId, warn: Warn) -> SiteColumns:
     for column in table.columns:
         name = column.name
         fault = _fault(column, known, units.get(name, ""))
+        if name not in known and isinstance(data, Rows) and name in data.unusable:
+            fault = data.without(name)
         if fault:
             faults.append(f"{fault} ({column.place})")
             continue
@@ -77,6 +85,7 @@ def read(table: Table, data: Dataset, site: SiteId, warn: Warn) -> SiteColumns:
             _look_at_bounds(column, numbers[name], site, warn)
         else:
             codes[name] = _codes(words_of(known[name]), column.spec.categories)
+            _look_at_categories(column, known[name], codes[name], site, warn)
     if faults:
         raise SiteError(f"site {site!r} {'; '.join(faults)}")
     return SiteColumns(len(data), numbers, codes)
@@ -119,15 +128,15 @@ def _fault(
             f"has {name} in {unit!r:.40}, and the job asks in {wanted!r:.40}: convert "
             "it in its data source"
         )
+    if not isinstance(values, Words) and values.ndim != 1:
+        return f"has {name} with several values a record: give each a name"
     if column.spec.kind == NUMBER:
         if isinstance(values, Words):
             return (
                 f"has {name} of text, and the job asks for numbers: list its "
                 "categories in the job, or convert it in the data source"
             )
-        if values.ndim != 1:
-            return f"has {name} with several values a record: give each a name"
-    elif not isinstance(values, Words) and values.dtype.kind not in "biu":
+    elif not is_of_categories(values):
         return (
             f"has {name} of fractions, and the job asks for categories: give it low "
             "and high in the job, or convert it in the data source"
@@ -139,7 +148,7 @@ def _look_at_bounds(
     column: Column, values: NDArray[np.generic], site: SiteId, warn: Warn
 ) -> None:
     """Warn the site's operator of bounds that were read from its own data."""
-    if not values.size or values.dtype.kind != "f":
+    if values.dtype.kind != "f" or np.isnan(values).all():
         return
     low, high = column.spec.bounds
     least, most = float(np.nanmin(values)), float(np.nanmax(values))
@@ -150,6 +159,25 @@ def _look_at_bounds(
             "are exactly the extremes of this site's own data. Bounds must be public: "
             "ask where they come from before you let the run go on"
         )
+
+
+def _look_at_categories(
+    column: Column, values: Values, codes: Codes, site: SiteId, warn: Warn
+) -> None:
+    """Warn the site's operator if no value is one of the job's categories."""
+    other = len(column.spec.categories)
+    if not (codes == other).any() or ((codes >= 0) & (codes < other)).any():
+        return
+    kind = (
+        "text: compare how the words are written"
+        if isinstance(values, Words)
+        else "whole numbers, without leading zeros and with 1 for true: for the words "
+        "of a CSV file, list the column as text in the options of the data source"
+    )
+    warn(
+        f"site {site!r}: no value of column {column.name!r} is one of the categories "
+        f"that the job lists. The column is read as {kind}"
+    )
 
 
 def _codes(words: Words, categories: Sequence[str]) -> Codes:

@@ -40,7 +40,9 @@ def derived(known: Mapping[str, Column], name: str) -> NDArray[np.float64] | Non
 
 def _of_text(column: Column, match: "re.Match[str]") -> NDArray[np.float64] | None:
     if not isinstance(column, Words):
-        return None
+        could_be_text = column.ndim == 1 and column.dtype.kind == "f"
+        is_missing = could_be_text and np.isnan(column).all()
+        return column.astype(np.float64) if is_missing else None
     word = (match["word"] or "").casefold()
     of_value = [
         float(word in _WORD.findall(text.casefold()) if word else len(text))

@@ -171,6 +171,34 @@ def test_bounds_from_the_data_are_a_warning_at_the_site_alone():
     assert len(texts) == 1
 
 
+def test_whole_numbers_with_gaps_are_categories():
+    for codes in ([0, 1, 1], np.array([0, 1, 1], np.int8), [False, True, True]):
+        texts, warn = warned()
+        asked_ = asked({"names": ["code"], "categories": ["1", "0"]})
+        found = read(asked_, rows(code=codes), SITE, warn)
+        assert found.codes["code"].tolist() == [1, 0, 0]
+        gaps = np.array([*codes, math.nan], np.float32)
+        found = read(asked_, rows(code=gaps), SITE, warn)
+        assert found.codes["code"].tolist() == [1, 0, 0, -1]
+        assert texts == []
+        for odd in (0.5, math.inf):
+            with pytest.raises(SiteError, match="'code' of fractions"):
+                read(asked_, rows(code=[*codes, odd]), SITE, warn)
+
+
+def test_categories_that_match_no_value_are_a_warning_at_the_site():
+    texts, warn = warned()
+    icd = {"names": ["icd"], "categories": ["001", "002"]}
+    read(asked(icd), rows(icd=[1.0, 2.0, math.nan]), SITE, warn)
+    read(asked({**icd, "names": ["sex"]}), rows(sex=[1, 2]), SITE, warn)
+    assert "'icd'" in texts[0]
+    assert "leading zeros" in texts[0]
+    assert "read as text" in texts[1]
+    read(asked({**icd, "categories": ["2"]}), rows(icd=[1, 2]), SITE, warn)
+    read(asked(icd), rows(icd=[math.nan]), SITE, warn)
+    assert len(texts) == 2
+
+
 def test_a_site_without_records_adds_nothing():
     part_of = asked(NUMBERS, SEX)
     data = read(part_of, rows(x=[], y=[], sex=np.zeros(0, int)), SITE, lambda _: None)

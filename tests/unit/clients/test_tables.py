@@ -1,18 +1,28 @@
 """Tables from files: what is missing, and how a file that cannot be read is named."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from clients.data.tables import Words, table
+from clients.data.tables import Table, Words, table
+from clients.statistics.columns import SiteColumns, read
 from clients.user_code import last_frames
 from deploy.wiring.parts import deal_data
 from federation.errors import SiteError
-from federation.job import job_file
+from federation.ids import SiteId
+from federation.job import job_file, statistics_checks
 
 CSV = 'age,city\n1,Ulm\n,NA\n3,\n4,""\n'
+
+
+def statistics_of(data: Table, columns: dict[str, Any]) -> SiteColumns:
+    asked = {"columns": [columns]}
+    job = job_file.parse({"name": "s", "statistics": asked, "sites": [{"name": "a"}]})
+    return read(statistics_checks.table(job), data, SiteId("a"), print)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -39,16 +49,83 @@ def test_text_of_another_encoding_is_refused_and_not_left_out(tmp_path: Path):
         table(str(file))
 
 
+def test_an_empty_column_is_missing_as_number_category_and_text(tmp_path: Path):
+    (tmp_path / "site.csv").write_text("age,note\n1,\n2,\n")
+    note = pa.array([None, None], pa.null())
+    parquet.write_table(
+        pa.table({"age": [1, 2], "note": note}), tmp_path / "site.parquet"
+    )
+    unit = {"low": 0.0, "high": 9.0}
+    asked: list[dict[str, Any]] = [
+        {"names": ["note"], **unit},
+        {"names": ["note"], "categories": ["a", "b"]},
+        {"names": ["note.length"], **unit},
+    ]
+    for suffix in ("csv", "parquet"):
+        whole, _ = table(str(tmp_path / f"site.{suffix}"))
+        for columns in asked:
+            found = statistics_of(whole, columns)
+            if "low" in columns:
+                assert np.isnan(found.numbers[columns["names"][0]]).all()
+            else:
+                assert found.codes["note"].tolist() == [-1, -1]
+
+
+def test_a_column_of_another_kind_is_named_with_its_kind(tmp_path: Path):
+    file = tmp_path / "site.csv"
+    file.write_text("age,seen\n1,2024-01-31\n")
+    whole, _ = table(str(file))
+    for columns in ({"low": 0.0, "high": 9.0}, {"categories": ["2024-01-31"]}):
+        with pytest.raises(SiteError, match=r"'seen' of 'date32.*columns\[0\]"):
+            statistics_of(whole, {"names": ["seen"], **columns})
+    with pytest.raises(SiteError, match=r"'seen' of 'date32.*\(target\)"):
+        table(str(file), target="seen")
+    with pytest.raises(SiteError, match=r"'seen' of 'date32.*\(categories\)"):
+        table(str(file), categories={"seen": ["a"]})
+    dates, _ = table(str(file), text=["seen"])
+    assert statistics_of(
+        dates, {"names": ["seen"], "categories": ["2024-01-31"]}
+    ).codes["seen"].tolist() == [0]
+
+
+def test_columns_are_text_if_their_options_say_so(tmp_path: Path):
+    file = tmp_path / "site.csv"
+    file.write_text("icd,is_old,age\n001,true,1\n,false,2\n")
+    whole, _ = table(str(file), text=["icd", "is_old"])
+    icd, is_old = whole.columns["icd"], whole.columns["is_old"]
+    assert isinstance(icd, Words)
+    assert isinstance(is_old, Words)
+    assert (icd.codes.tolist(), icd.values) == ([0, -1], ("001",))
+    assert is_old.values == ("true", "false")
+    with pytest.raises(SiteError, match=r"no column 'code' \(text\)"):
+        table(str(file), text=["code"])
+    np.save(tmp_path / "site.npy", np.ones((2, 2)))
+    with pytest.raises(SiteError, match="text is for CSV"):
+        table(str(tmp_path / "site.npy"), text=["0"])
+
+
+def test_whole_numbers_with_gaps_take_codes_of_a_list(tmp_path: Path):
+    cells = {"code": [7.0, None, 3.0], "is_old": [True, None, False]}
+    parquet.write_table(pa.table(cells), tmp_path / "site.parquet")
+    listed = {"code": ["3", "7"], "is_old": ["0", "1"]}
+    whole, _ = table(str(tmp_path / "site.parquet"), categories=listed)
+    for name in listed:
+        column = whole.columns[name]
+        assert isinstance(column, Words)
+        assert column.codes.tolist() == [1, -1, 0], name
+
+
 def test_records_of_unknown_persons_are_nobody_elses(tmp_path: Path):
     """One of them may be a person that other records name."""
     file = tmp_path / "site.csv"
-    file.write_text("age,person_id\n1,ann\n2,\n3,bob\n4,\n")
-    whole, _ = table(str(file))
-    with pytest.raises(SiteError, match=r"'person_id'.* drop records"):
-        _ = whole.persons
-    known = whole.subset(whole.index[::2]).persons
-    assert known is not None
-    assert len(known) == 2
+    for ann, bob in (("ann", "bob"), ("7", "8")):
+        file.write_text(f"age,person_id\n1,{ann}\n2,\n3,{bob}\n4,\n")
+        whole, _ = table(str(file))
+        with pytest.raises(SiteError, match=r"'person_id'.* drop records"):
+            _ = whole.persons
+        known = whole.subset(whole.index[::2]).persons
+        assert known is not None
+        assert len(known) == 2
 
 
 @pytest.mark.parametrize(
