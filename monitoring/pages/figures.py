@@ -7,6 +7,7 @@ changes matplotlib's global settings or uses its global figures.
 
 import io
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
@@ -65,6 +66,7 @@ _THEME = {
 _CHAR, _LINE = 5.8, 12.0  # width and height of text under the pointer, in points
 _NARROW = 8.0  # ends of an axis whose ratio is below have no powers of ten to mark
 _LEGEND_COLUMNS = 9
+_BEYOND = "\u0530"  # Greek and Cyrillic end before.
 _HEIGHT = 3.0
 _ROW = 0.3
 _SETTINGS: Mapping[Any, object] = {
@@ -193,8 +195,15 @@ def columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[fl
 
 
 def cut_names(names: Iterable[str], limit: int = 24) -> list[str]:
-    """Shorten names to fit, with only characters that a plot can measure."""
-    plain = ("".join(c if " " <= c <= "~" else "?" for c in name) for name in names)
+    """Shorten names to fit, with only characters that the font of plots has.
+
+    It has those of European languages, up to Cyrillic.
+    """
+    composed = (unicodedata.normalize("NFC", name) for name in names)
+    plain = (
+        "".join(c if c.isprintable() and c < _BEYOND else "?" for c in name)
+        for name in composed
+    )
     return [n if len(n) <= limit else f"{n[: limit - 3]}..." for n in plain]
 
 
