@@ -85,13 +85,21 @@ def check_alike(job: JobSpec, model: str) -> None:
         model: The folder of the run; a file or a URL says nothing of its training.
 
     Raises:
-        JobError: Records are standardised in another way than in that run.
+        JobError: Records are standardised in another way than in that run, or it has
+            no whole model.
         RunNotFound: The run's job cannot be read.
     """
     run = RunFolder(Path(model))
     if not run.job.is_file():
         return
     trained = run.read_spec()
+    if trained.model.personal:
+        raise JobError(
+            f"the sites of the run in {run.path} keep parts of the model for "
+            "themselves, so it has no whole model: write that of one site with "
+            "`crossfed site model`, and evaluate the file",
+            key="model.personal",
+        )
     here, there = (each.privacy.differential_privacy for each in (job, trained))
     differs = {
         "training.inputs": job.training.inputs != trained.training.inputs,

@@ -306,3 +306,15 @@ def test_records_are_standardised_as_in_training(
     assert losses[1] != pytest.approx(losses[0], rel=1e-3)
     assert cli.main(["evaluate", str(run), str(plain), "--out", next(outputs)]) == 2
     assert "training.standardise: is not as" in capsys.readouterr().err
+
+
+def test_a_run_with_personal_parts_names_the_verb_that_writes_a_whole_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    job, run = training_job(), tmp_path / "run"
+    personal = dataclasses.replace(job.model, personal=("*bias",))
+    simulate(dataclasses.replace(job, model=personal), folder=run)
+    plain = tmp_path / "plain.toml"
+    plain.write_text(tomli_w.dumps(job_file.document(job)))
+    assert cli.main(["evaluate", str(run), str(plain)]) == 2
+    assert "crossfed site model" in capsys.readouterr().err
