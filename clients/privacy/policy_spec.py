@@ -54,7 +54,8 @@ class PolicySpec:
         max_epsilon: Largest epsilon of a run. If `privacy` is `none`, a run that
             exceeds it counts as a run without differential privacy.
         max_delta: Largest delta that this site promises in a run; the same applies. In
-            a job without `delta` the site promises no larger one.
+            a job without `delta`, a site whose `privacy` is not `none` promises no
+            larger one.
         public_held_out: Whether a job may declare the held-out data public, so that
             results on it leave the site without noise; the same applies.
         total_epsilon: Largest total epsilon of all runs on these records, training and
