@@ -20,6 +20,7 @@ from federation.errors import MissingExtra, SiteError, os_errors
 Indices = NDArray[np.int64]
 # What errors of pyarrow say without a value of the file.
 _SAFE = re.compile(r"Expected \d+ columns, got \d+|Empty CSV file")
+_COMMAS = "commas must separate columns, and a dot is the decimal point"
 _WHOLE = 2.0**53  # Below, float64 holds every whole number.
 
 
@@ -302,8 +303,8 @@ def _of_arrow(
     else:
         kinds = dict.fromkeys(text, pa.string())
         convert = csv.ConvertOptions(strings_can_be_null=True, column_types=kinds)
-        read = partial(csv.read_csv, str(file), convert_options=convert)
-    loaded = _read(file, read, (OSError, pa.ArrowException))
+        read = partial(_read_csv, csv, file, convert)
+    loaded = _read(file, read, (OSError, pa.ArrowException, UnicodeDecodeError))
     _check_names(file, loaded, text)
     found: dict[str, Column] = {}
     unusable: dict[str, str] = {}
@@ -321,6 +322,15 @@ def _of_arrow(
         else:
             found[spec.name] = column
     return found, units, unusable
+
+
+def _read_csv(csv: Any, file: Path, convert: Any) -> Any:
+    """Read a CSV file, and the names of its columns, which Arrow decodes later."""
+    found = csv.read_csv(str(file), convert_options=convert)
+    names = found.column_names
+    if len(names) == 1 and re.search(r"[;\t|]", names[0]):
+        raise SiteError(f"{file.name} has one column: {_COMMAS}")
+    return found
 
 
 def _check_names(file: Path, loaded: Any, text: Sequence[str]) -> None:
@@ -345,7 +355,12 @@ def _read(
         return read()
     except errors as error:
         said = _SAFE.search(str(error))
+        is_text = not isinstance(error, UnicodeDecodeError)
     why = said[0] if said else f"it is damaged, or no {file.suffix} file"
+    if not is_text:
+        why = "the names of its columns are not UTF-8 text"
+    elif why.startswith("Expected 1 "):
+        why = f"{why} ({_COMMAS})"
     fault = f"cannot read {file.name}: {why}"
     raise SiteError(f"{fault}; mend the file in data.options.path", outside=fault)
 

@@ -47,6 +47,9 @@ def test_text_of_another_encoding_is_refused_and_not_left_out(tmp_path: Path):
     file.write_bytes("age,city\n1,Köln\n2,Ulm\n".encode("latin-1"))
     with pytest.raises(SiteError, match=r"'city' of site.csv is not UTF-8 text"):
         table(str(file))
+    file.write_bytes("größe\n1\n2\n".encode("latin-1"))
+    with pytest.raises(SiteError, match=r"names of its columns .*UTF-8"):
+        table(str(file))
 
 
 def test_an_empty_column_is_missing_as_number_category_and_text(tmp_path: Path):
@@ -134,6 +137,8 @@ def test_records_of_unknown_persons_are_nobody_elses(tmp_path: Path):
         ("north.csv", None, "cannot read north.csv: No such file"),
         ("north.parquet", None, "cannot read north.parquet: No such file"),
         ("north.csv", "a,b\n1,2\n707\n", "Expected 2 columns, got 1; mend"),
+        ("north.csv", "a;b\n1;2\n", "north.csv has one column: commas must"),
+        ("north.csv", "a;b\n1,5;2\n", r"Expected 1 columns, got 2 .commas must"),
         ("north.csv", "", "Empty CSV file; mend"),
         ("north.csv", "a,b\n", "north.csv has no records"),
         ("north.csv", "a,b,a\n1,2,3\n", "north.csv has several columns 'a'"),
