@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -220,6 +221,62 @@ def test_files_of_every_command_are_for_their_user_alone(
     assert not [path for path in made if path.stat().st_mode & 0o077]
 
 
+def test_set_and_seed_replace_keys(server: ForkServer, place: Path) -> None:
+    """Later ones win, and the run's job file tells."""
+    done = server.run(
+        "simulate",
+        "job.toml",
+        *FAST,
+        "--set",
+        "rounds=1",
+        "--set",
+        "aggregation.combine=median",
+        "--set",
+        "aggregation.weights=uniform",
+        "--no-report",
+        "--seed",
+        "11",
+        "--out",
+        "run",
+        folder=place,
+    )
+    assert done.code == 0, done.stderr
+    job = (place / "run/job.toml").read_text()
+    assert "rounds = 1\n" in job
+    assert "seed = 11\n" in job
+    assert 'combine = "median"' in job
+
+
+def test_resume_continues_the_newest_run_of_the_job(
+    server: ForkServer, place: Path
+) -> None:
+    """Without --out; a run that was killed continues under its own name."""
+    words = ("simulate", "job.toml", "--no-report", "--set", "rounds=3")
+    server.run(*words, folder=place, misfortune="round has ended")
+    time.sleep(1.1)  # Run ids sort by their second.
+    server.run(*words, folder=place, misfortune="run has begun")
+    newest = max((place / "runs/small").iterdir())
+    done = server.run(*words, "--resume", "--json", folder=place)
+    assert done.code == 0, done.stderr
+    assert json.loads(done.stdout)["folder"] == f"runs/small/{newest.name}"
+
+
+def test_completed_run_is_left_intact(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """Resuming it says so, changes no byte and is no error."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    (run,) = (place / "runs/small").iterdir()
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in _files(run)}
+    done = server.run("simulate", "job.toml", *FAST, "--resume", "--json", folder=place)
+    assert done.code == 0, done.stderr
+    assert "is already complete" in done.stderr
+    assert json.loads(done.stdout)["status"] == "completed"
+    after = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in _files(run)}
+    assert after == before
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -238,6 +295,30 @@ def test_site_with_an_app_is_checked_but_not_rehearsed(
         refused = server.run(verb, *app, folder=place)
         words = ["sites[1].flower_app", "site 'right' runs a Flower app"]
         check_refused(refused, words, code=2)
+
+
+def test_runs_are_held_against_each_other(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """Two runs make a comparison, where it is asked for; one run twice is a report."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    shutil.copytree(place / "runs/small", place / "runs/other")
+    (first,) = (place / "runs/small").iterdir()
+    (second,) = (place / "runs/other").iterdir()
+    names = (str(first.relative_to(place)), str(second.relative_to(place)))
+    done = server.run("report", *names, folder=place)
+    assert (done.code, done.stdout) == (0, "comparison.html\n"), done.stderr
+    assert "<h1>2 runs</h1>" in (place / "comparison.html").read_text()
+    target = tmp_path / "page.html"
+    done = server.run("report", *names, "--out", str(target), "--json", folder=place)
+    assert json.loads(done.stdout)["report"] == str(target)
+    assert "<h1>2 runs</h1>" in target.read_text()
+    done = server.run("report", names[0], f"./{names[0]}", folder=place)
+    assert done.stdout == f"{names[0]}/report.html\n"
+    (second / "job.toml").unlink()
+    done = server.run("report", *names, folder=place)
+    check_refused(done, ["lost its job.toml"], code=2)
 
 
 @pytest.mark.long

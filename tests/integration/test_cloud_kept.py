@@ -181,6 +181,29 @@ def test_half_of_a_launch_is_completed_when_there_is_capacity_again(kept: Kept):
     assert kept.launches() == len(ROLES)
 
 
+@pytest.mark.parametrize("operation", ["RunInstances", "DescribeInstances"])
+def test_credentials_that_expire_in_a_launch_are_named(kept: Kept, operation: str):
+    """After a login, the same command continues: none is unseen, none there twice."""
+    real = kept.restore
+
+    def expire(deployment: Deployment) -> None:
+        kept.aws.refusal = lambda form: (
+            "RequestExpired" if form["Action"] == operation else None
+        )
+        real(deployment)
+
+    kept.keeper._restore = expire
+    kept.look()
+    (line,) = [line for line in kept.told if "not replaced" in line]
+    assert "credentials" in line
+    kept.aws.refusal = lambda _: None
+    kept.keeper._restore = real
+    kept.look()
+    kept.look()
+    assert kept.alive() == ROLES
+    assert kept.launches() == len(ROLES)
+
+
 def spend(kept: Kept, dollars: float) -> None:
     """As machines that are gone have."""
     one = MachineCost(id="x", role="y", dollars_per_hour=dollars, seconds=3600.0)

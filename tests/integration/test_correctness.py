@@ -104,6 +104,19 @@ def test_fedavg_of_one_full_step_is_centralised_sgd(cuts: Sequence[int], weights
     np.testing.assert_allclose(expected, flat(simulate(job)), atol=1e-6)
 
 
+@pytest.mark.parametrize("cuts", [(0, 7, 60), (0, 1, 3, 20, 59, 60)])
+def test_weights_by_examples_make_up_for_unequal_sites(cuts: Sequence[int]):
+    """A site that holds twice as much counts twice; uniform weights would not do."""
+    steps = {"local_steps": 1, "batch_size": FULL}
+    weighted, uniform = (
+        flat(simulate(job_of(cuts, steps, rounds=6, aggregation={"weights": w})))
+        for w in ("examples", "uniform")
+    )
+    expected = centralised([np.arange(60)] * 6)
+    np.testing.assert_allclose(expected, weighted, atol=1e-6)
+    assert np.abs(expected - uniform).max() > 1e-3
+
+
 def test_local_epochs_are_passes_over_the_data():
     """Two rounds of two epochs, in batches of which the last is smaller."""
     job = job_of((0, 60), {"local_epochs": 2, "batch_size": 25}, rounds=2)
@@ -202,6 +215,23 @@ def test_a_run_is_a_function_of_its_seed(model: str):
         assert digest(first) == digest(again)
         assert (first.loss, first.accuracy) == (again.loss, again.accuracy)
     assert digest(first) != digest(run_of(model, seed=2))
+
+
+@pytest.mark.parametrize("model", ["dropout", "late_dropout"])
+def test_random_models_draw_differently_at_each_site(model: str):
+    """The only site's name is all that differs, and all examples are in the batch."""
+    data = {"source": f"{__name__}:own_data", "options": {"first": 0, "last": 60}}
+    results = [
+        simulate(
+            small_job(
+                model=MODELS[model],
+                training={"local_steps": 3, "batch_size": FULL},
+                sites=[{"name": name, "data": data}],
+            )
+        )
+        for name in ("a", "b")
+    ]
+    assert np.abs(flat(results[0]) - flat(results[1])).max() > 1e-4
 
 
 def digests(model: str, *threads: int) -> Iterator[str]:

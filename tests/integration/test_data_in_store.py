@@ -53,6 +53,31 @@ def test_same_bits_as_in_memory(
     check_same(found, simulate(job(BLOBS, training), folder=None))
 
 
+@pytest.mark.parametrize("training", [STEPS, EPOCHS])
+def test_resume_in_the_order_of_shards(tmp_path: Path, training: Mapping[str, Any]):
+    """A run that continues in the middle of an epoch is the run that never stopped."""
+    url = f"file://{tmp_path}/blobs"
+    shards(url)
+    options = {"order": "shards", "window": 2}
+    ours = job(url, training, options=options)
+    rounds: list[object] = []
+    stopped = simulate(
+        ours,
+        folder=tmp_path / "run",
+        listeners=[rounds.append],
+        stop_requested=lambda: len(rounds) > 0,
+    )
+    assert stopped.rounds_now < 3
+    resumed = simulate(ours, folder=tmp_path / "run", resume=True)
+    whole = simulate(ours, folder=None)
+    check_same(resumed, whole)
+    other = simulate(job(BLOBS, training), folder=None)
+    assert any(
+        not np.array_equal(whole.weights[name], other.weights[name])
+        for name in whole.weights
+    )
+
+
 @pytest.fixture(params=["s3", "gs"])
 def bucket(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -90,6 +115,38 @@ def test_data_in_a_bucket(bucket: tuple[str, str], tmp_path: Path):
     kept = {p.name for p in (tmp_path / "cache").iterdir() if len(p.name) == 64}
     assert len(kept) > 3
     check_same(simulate(ours, folder=None), expected)
+
+
+def test_what_each_site_reads_is_told(bucket: tuple[str, str], tmp_path: Path):
+    """By site and way; what the cache spares is told instead of read."""
+    url, endpoint = bucket
+    shards(f"{url}/blobs", "--endpoint", endpoint, "--region", "us-east-1")
+    options = {"endpoint": endpoint, "region": "us-east-1"}
+    own = {"source": f"{url}/blobs", "options": options}
+    sites = [
+        {"name": "a", "cloud": "aws", "region": "us-east-1", "data": own},
+        {"name": "b", "cloud": "gcp", "region": "us-east-1", "data": own},
+    ]
+    ours = small_job(rounds=2, training=STEPS, sites=sites)
+    first = {used.who: used for used in simulate(ours, folder=None).view.storage}
+    near, far = ("a", "b") if url.startswith("s3") else ("b", "a")
+    assert (first[near].way, first[far].way) == ("same region", "internet")
+    assert {used.url for used in first.values()} == {f"{url}/blobs"}
+    reads = {
+        who: next(use for use in used.uses if use.operation == "read")
+        for who, used in first.items()
+    }
+    # They share a cache: what one has fetched, the other need not.
+    assert all(use.requests >= use.calls >= 1 for use in reads.values())
+    assert sum(use.calls for use in reads.values()) > 2
+    shards_bytes = sum(p.stat().st_size for p in (tmp_path / "cache").iterdir())
+    assert sum(use.received_bytes for use in reads.values()) >= shards_bytes
+    again = {used.who: used for used in simulate(ours, folder=None).view.storage}
+    for used in again.values():
+        (read,) = (use for use in used.uses if use.operation == "read")
+        assert read.calls == 1  # The index: all else is in the cache.
+        assert used.spared_calls > 1
+        assert used.spared_bytes > 1000
 
 
 def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

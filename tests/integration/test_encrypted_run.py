@@ -108,6 +108,21 @@ def test_plain_run_does_not_go_on_encrypted(key: Path, tmp_path: Path):
     assert contents(folder) == before
 
 
+def test_damaged_checkpoint_is_skipped(key: Path, tmp_path: Path):
+    """As one in clear: the run goes back to the one before it."""
+    folder = tmp_path / "run"
+    stop_after_round_2(tables(key), folder)
+    newest = folder / "checkpoints/round-000002.json"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    done = simulate(small(tables(key)), folder=folder, resume=True)
+    assert (done.status, done.rounds_now) == ("completed", 3)
+    plain = simulate(small(tables(None)), folder=tmp_path / "plain")
+    for name, array in plain.weights.items():
+        np.testing.assert_array_equal(array, done.weights[name])
+
+
 def test_checkpoints_of_two_runs_cannot_be_exchanged(key: Path, tmp_path: Path):
     """Though key and names are the same."""
     stop_after_round_2(tables(key), tmp_path / "one")
@@ -199,3 +214,21 @@ def test_run_goes_over_to_another_key(
     assert cli.main(["storage", "decrypt", f"file://{place}", *out]) == exit_codes.DONE
     model = (folder / "model.safetensors").read_bytes()
     assert (place / "clear" / "model.safetensors").read_bytes() == model
+
+
+def test_export_and_checkpoints_at_an_endpoint(
+    tmp_path: Path, bucket: dict[str, str], capsys: pytest.CaptureFixture[str]
+):
+    """What a run's job says of its service, a URL cannot; the command does."""
+    folder = tmp_path / "run"
+    done = simulate(small(tables(None, **bucket)), folder=folder)
+    service = ["--endpoint", bucket["endpoint"], "--region", bucket["region"]]
+    place = f"{bucket['url']}/small/{done.run_id}"
+    assert cli.main(["checkpoints", place, "--verify", *service]) == exit_codes.DONE
+    assert "verified" in capsys.readouterr().out
+    target = bucket["url"].replace("our/runs", "export")
+    command = ["export", str(folder), "--to", target, *service]
+    assert cli.main(command) == exit_codes.DONE
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{target}\n")
+    assert "not encrypted" in printed.err

@@ -107,6 +107,35 @@ def test_an_extended_run_equals_a_longer_one(
     assert losses[0] == losses[1]
 
 
+def test_a_run_killed_while_it_is_extended_goes_on(tmp_path: Path) -> None:
+    """After the record was written, and before the first checkpoint of the new job."""
+    run = RunFolder(tmp_path / "run")
+    simulate(job_of(2), folder=run.path)
+
+    def kill(event: Event) -> None:
+        if isinstance(event, SiteAnswered):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(job_of(4), folder=run.path, extend=True, listeners=[kill])
+    whole = simulate(job_of(4), folder=tmp_path / "whole")
+    resumed = simulate(job_of(4), folder=run.path, resume=True)
+    assert resumed.status == "completed"
+    assert run.model.read_bytes() == RunFolder(tmp_path / "whole").model.read_bytes()
+    assert whole.status == "completed"
+    assert len(extensions(run)) == 1
+
+
+def test_rounds_alone_are_no_silent_edit(tmp_path: Path) -> None:
+    """Without being asked to extend, a run with other rounds is another run."""
+    run = RunFolder(tmp_path / "run")
+    simulate(job_of(2), folder=run.path)
+    with pytest.raises(CheckpointMismatch, match=r"rounds: 3 here.*--extend"):
+        simulate(job_of(3), folder=run.path, resume=True)
+    assert extensions(run) == []
+    assert run.view().status == "completed"
+
+
 LINEAR = {
     "training": {
         "local_steps": 1,

@@ -137,6 +137,21 @@ def test_bert_predicts_masked_tokens():
     assert result.loss < result.view.initial.pooled.loss
 
 
+def test_checkpointing_changes_no_gradient_and_bfloat16_halves_the_model():
+    torch.manual_seed(0)
+    plain = hugging_face(config=GPT2)
+    less = hugging_face(config=GPT2, gradient_checkpointing=True)
+    less.load_state_dict(plain.state_dict())
+    tokens = torch.arange(8).view(1, 8)
+    for model in (plain.train(), less.train()):
+        model(tokens, labels=tokens).loss.backward()
+    assert less.is_activation_checkpointing
+    for one, other in zip(plain.parameters(), less.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    half = hugging_face(config=GPT2, dtype="bfloat16")
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
 def adapters(module: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Copies of A and B of each layer, by name."""
     named = {n: p.detach().double().clone() for n, p in module.named_parameters()}
@@ -293,6 +308,20 @@ def test_tokenizer_is_in_the_job_and_another_is_refused(tmp_path: Path):
     named = replace(of_site, model=replace(of_site.model, tokenizers=(digest,)))
     with pytest.raises(JobError, match=f"names {digest}, .* has loaded {other}"):
         build_federation(named)
+
+
+def test_model_of_a_folder(tmp_path: Path):
+    """Its weights are those of the folder; a changed file is another model."""
+    torch.manual_seed(0)
+    saved = hugging_face(config=GPT2)
+    saved.save_pretrained(tmp_path)
+    digest = folder_digest(tmp_path, tokenizer=False)
+    found = hugging_face(folder=str(tmp_path), sha256=digest)
+    for one, other in zip(saved.parameters(), found.parameters(), strict=True):
+        assert torch.equal(one, other)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(JobError, match="use the same files"):
+        hugging_face(folder=str(tmp_path), sha256=digest)
 
 
 def test_weights_of_another_model_are_refused_by_their_first_layer(tmp_path: Path):

@@ -99,6 +99,20 @@ def test_keep_and_fresh_are_what_a_plain_loop_does(optimizer: dict[str, Any]):
     assert values(simulate(small_job(**said_nothing))).tobytes() == fresh.tobytes()
 
 
+def test_a_run_that_goes_back_to_an_older_checkpoint_ends_alike(tmp_path: Path):
+    """As far back as checkpoints are kept, states are, too."""
+    job = tables(ADAM, storage={"keep_checkpoints": 3})
+    expected = simulate(small_job(**job))
+    kill_at(job, tmp_path / "run", "SiteAnswered", 4)
+    checkpoints = sorted((tmp_path / "run/checkpoints").glob("round-*.json"))
+    assert len(checkpoints) == 3
+    for damaged in checkpoints[1:]:
+        damaged.write_bytes(b"")
+    found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
+    assert found.rounds_now == 3
+    assert values(found).tobytes() == values(expected).tobytes()
+
+
 def test_lost_state_is_logged_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -88,6 +88,14 @@ def test_site_that_leaves_is_asked_again_when_it_is_back(engine: str):
     assert (last.returned, last.times) == ((LEAVES,), (1,))
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_same_run_twice_has_the_same_model(engine: str):
+    """To leave is no matter of time."""
+    models = [run(job_of(2, 3), engine=engine)[0].weights for _ in range(2)]
+    first, second = ([v.tobytes() for v in model.values()] for model in models)
+    assert first == second
+
+
 def test_site_that_leaves_is_asked_where_its_answer_is_needed():
     """Rounds without quorum would soon end the run: it is waited for instead."""
     result, seen = run(job_of(2, 3, quorum=None))

@@ -202,6 +202,23 @@ def test_a_node_that_was_ended_before_it_started_never_starts(pool: LocalPool):
     assert launch(pool).state is NodeState.GONE
 
 
+def test_damaged_file_of_a_node_that_works_is_named(pool: LocalPool):
+    """With what to do. One of a node that is gone keeps nobody from the others."""
+    node = launch(pool)
+    path = pool.folder / node.id / "node.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3])
+    (found,) = pool.nodes({"any": "label"})
+    assert (found.id, found.state) == (node.id, NodeState.RUNNING)
+    assert "node.json is damaged" in found.trouble
+    path.write_bytes(whole)
+    pool.terminate([node.id])
+    wait_for(lambda: all_gone(pool.nodes({})), "it ends", 60)
+    path.write_bytes(whole[:-3])
+    assert pool.nodes({}) == []
+    path.write_bytes(whole)
+
+
 @needs("root")
 def test_folder_that_another_user_could_write_to_is_refused(pool: LocalPool):
     """What is in it is run: it could hold a node of theirs."""
@@ -216,6 +233,14 @@ def test_folder_that_another_user_could_write_to_is_refused(pool: LocalPool):
     os.chown(pool.folder, 0, -1)
     pool.folder.chmod(0o755)
     assert len(pool.nodes({})) == 1
+
+
+def test_node_is_small(pool: LocalPool):
+    """It only waits: numpy or torch in it would cost each node 30 to 200 MiB."""
+    node = launch(pool)
+    status = Path(f"/proc/{process_of(pool, node)}/status").read_text()
+    (line,) = [each for each in status.splitlines() if each.startswith("VmRSS")]
+    assert int(line.split()[1]) < 25 * 1024
 
 
 def test_up_tells_why_a_site_cannot_load_its_data(

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from support.s3_server import REGION, quick_retry
 from support.small_jobs import small_job
 
 from cloud_adapters.storage.s3.store import S3Store
+from deploy.cli import commands as cli
 from deploy.doctor import identities
 from deploy.doctor.checks import Check
 from deploy.doctor.identities import Need
@@ -205,6 +207,21 @@ def test_doctor_warns_of_keys(sts: FakeSts, monkeypatch: pytest.MonkeyPatch):
     assert "does not expire" not in check("aws").found
 
 
+def test_doctor_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A process that a profile names may hang."""
+    monkeypatch.setattr(identities, "LIMIT_SECONDS", 0.2)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {pipe}\n")
+    found = check("aws")
+    assert found.status == "problem"
+    assert "took longer" in found.found
+    pipe.write_text("")  # Lets the process go.
+    for thread in threading.enumerate():
+        if thread.name == identities._THREAD:
+            thread.join()
+
+
 def test_doctor_finds_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of a machine of AWS in Google Cloud, and whom it acts as."""
     for name, value in (
@@ -315,3 +332,15 @@ def test_what_a_job_needs():
         ("gcp", True),
     ]
     assert list(identities.needs_of_job(small_job())) == []
+
+
+def test_command(
+    imds: FakeImds, sts: FakeSts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only where a store or a job is named."""
+    cli.main(["doctor"])
+    assert "identity" not in capsys.readouterr().out
+    assert not imds.requests
+    cli.main(["doctor", "--store", "s3://bucket/x", "--identity-only", "--json"])
+    found = json.loads(capsys.readouterr().out)["checks"][-1]
+    assert (found["name"], found["status"]) == ("identity for AWS", "ok")

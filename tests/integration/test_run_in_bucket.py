@@ -14,13 +14,15 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from aggregator.checkpoint import CHUNK_BYTES
+from cloud_adapters.storage.s3.store import S3Store
 from deploy.wiring import run_store
 from federation.errors import (
+    RunConflict,
     RunNotFound,
     StoreUnavailable,
 )
-from federation.event_log import to_line
-from federation.events import Event, RoundFinished, RunFinished
+from federation.event_log import read_events, to_line
+from federation.events import Event, RoundFinished, RunFinished, StoreUsed
 from federation.protocols import ObjectStore
 from federation.rounds.cost import requests_of_run
 from federation.rounds.server_optimizer import server_optimizer
@@ -70,6 +72,26 @@ def test_checkpoints_are_in_the_bucket_and_files_in_both(tables: Any, tmp_path: 
     (here,) = local.summary()["storage"]
     assert (here["who"], here["way"]) == ("coordinator", "this machine")
     assert all(use["requests"] == 0 for use in here["uses"])
+
+
+def test_parts_of_a_killed_run_go_with_the_next(tables: Any, tmp_path: Path):
+    """Of the same job, whatever the run; the service of the tests dates them to 2010.
+
+    Cloud Storage ends upload sessions by itself.
+    """
+    job = small_job(**tables)
+    killed = run_store.open_plain(job, "20200101-000000-abcdef")
+    if not isinstance(killed, S3Store):
+        killed.close()
+        pytest.skip("no parts are left")
+    calls = killed._calls
+    name = f"{calls.prefix}checkpoints/x"
+    calls.client.create_multipart_upload(Bucket=calls.bucket, Key=name)
+    asked = {"Bucket": calls.bucket, "Prefix": calls.prefix}
+    assert "Uploads" in calls.client.list_multipart_uploads(**asked)
+    assert simulate(job, folder=tmp_path / "run").status == "completed"
+    assert "Uploads" not in calls.client.list_multipart_uploads(**asked)
+    killed.close()
 
 
 def test_what_the_bucket_was_used_for(tables: Any, tmp_path: Path):
@@ -179,6 +201,30 @@ def test_budgets_stay_where_they_were_spent(tables: Any, tmp_path: Path):
     store.close()
     with pytest.raises(RunNotFound, match="spent its privacy budget"):
         simulate(job, folder=tmp_path / "run", resume=True)
+
+
+def test_two_processes_in_one_folder(tables: Any, tmp_path: Path):
+    """Fetching is left alone while another process works on the run."""
+    from monitoring.runs.run_folder import RunFolder  # noqa: PLC0415
+
+    run = RunFolder(tmp_path / "run")
+    with run.locked(), pytest.raises(RunConflict):
+        simulate(small_job(**tables), folder=run.path, resume=True)
+
+
+def test_a_failed_run_tells_what_it_used(tables: Any, tmp_path: Path):
+    """Also what came after its last checkpoint."""
+
+    def fail(event: Event) -> None:
+        if isinstance(event, RoundFinished) and event.round_index == 2:
+            raise StoreUnavailable("the disk is full")
+
+    with pytest.raises(StoreUnavailable):
+        simulate(small_job(**tables), folder=tmp_path / "run", listeners=[fail])
+    *_, used, finished = read_events(tmp_path / "run" / "events.jsonl")
+    assert isinstance(used, StoreUsed)
+    assert isinstance(finished, RunFinished)
+    assert finished.status == "failed"
 
 
 @pytest.mark.parametrize(

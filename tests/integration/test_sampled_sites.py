@@ -76,6 +76,17 @@ def test_fair_samples_count_every_site_as_often(engine: str):
     assert set(counts(events).values()) == {4}
 
 
+def test_fair_samples_make_up_for_missed_rounds():
+    """A site that was out for four rounds has as many as the others in the end."""
+    out = {"site": "site-1", "kind": "crash", "rounds": [1, 2, 3, 4]}
+    job = job_of(
+        {"rounds": 40, "simulation": {"faults": [out]}},
+        sampled("fair", minimum_sites=1),
+    )
+    found = counts(told(job))
+    assert max(found.values()) - min(found.values()) <= 2
+
+
 @pytest.mark.long
 def test_utility_takes_less_time_and_forgets_nobody():
     uniform, found = (

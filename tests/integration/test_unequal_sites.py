@@ -208,6 +208,28 @@ def test_buffer_of_one_takes_its_part_of_the_step():
     assert 0 < norms[1] < 0.5 * norms[0]
 
 
+def test_two_runs_have_the_same_events():
+    job = job_of(BUFFERED)
+    one, other = (
+        [event for event in told(job) if isinstance(event, SiteAnswered)]
+        for _ in range(2)
+    )
+    assert one == other
+
+
+def test_staleness_is_told_and_lowers_the_weight():
+    answers = of(SiteAnswered, told(job_of({"rounds": 24}, BUFFERED)))
+    whole = {a.site: a.weight for a in answers if not a.staleness}
+    stale = [a for a in answers if a.staleness]
+    assert {a.site for a in stale} >= {"site-0"}
+    for answer in stale:
+        expected = whole.get(answer.site)
+        if expected is not None:
+            assert answer.weight == pytest.approx(
+                expected / (1 + answer.staleness) ** 0.5
+            )
+
+
 def test_only_sites_that_have_the_newest_model_say_how_good_it_is():
     events = told(job_of({"rounds": 24}, BUFFERED))
     for index, event in enumerate(events):
@@ -336,6 +358,28 @@ def test_faster_sites_take_more_steps_and_all_end_together():
     static = [e.seconds for e in of(RoundFinished, waits)][1:]
     fastest = 32 * 8 / sum(RATES.values())
     assert max(rounds) < 1.15 * fastest < 0.5 * min(static)
+
+
+def test_resumed_run_gives_the_same_steps(tmp_path: Path):
+    job, rounds = job_of(EIGHT, CAPACITY), 0
+
+    def count(event: Event) -> None:
+        nonlocal rounds
+        rounds += isinstance(event, RoundFinished)
+
+    whole = told(job)
+    first = told_by(job, tmp_path / "run", count, stop=lambda: rounds >= 5)
+    second = told_by(job, tmp_path / "run", count, resume=True)
+
+    def steps(events: Sequence[Event]) -> list[tuple[int, str, int]]:
+        return [(a.round_index, a.site, a.num_steps) for a in of(SiteAnswered, events)]
+
+    assert steps([*first, *second]) == steps(whole)
+    losses = [
+        [e.training.loss_sum for e in of(RoundFinished, events)]
+        for events in (whole, [*first, *second])
+    ]
+    assert losses[0] == losses[1]
 
 
 def test_fast_site_does_not_pull_the_model_to_itself():

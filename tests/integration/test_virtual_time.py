@@ -172,6 +172,24 @@ def test_times_of_nothing_are_among_the_bytes_predicted():
     assert told.bytes_down[0] <= run.bytes_down <= told.bytes_down[1]
 
 
+def test_prediction_of_work_is_not_the_wall_clock():
+    """Elsewhere no speed is stated, and so no time is predicted."""
+    heard: list[Event] = []
+    simulate(plain_job(), listeners=[heard.append])
+    (told,) = only(heard, CostPredicted)
+    view = fold(heard)
+    assert told.seconds is None
+    assert told.bytes_up[0] <= view.bytes_up <= told.bytes_up[1]
+
+
+def test_model_is_that_of_the_other_engine():
+    """But for the order in which updates are added up."""
+    job = virtual_job()
+    ours, theirs = simulate(job, engine="virtual"), simulate(job)
+    for name, values in theirs.weights.items():
+        np.testing.assert_allclose(ours.weights[name], values, rtol=1e-5, atol=1e-6)
+
+
 def test_site_that_is_too_slow_misses_the_deadline():
     """The round ends when the deadline passes, and takes no time on the wall."""
     job = virtual_job(

@@ -6,7 +6,7 @@ import json
 import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 import pytest
@@ -31,6 +31,7 @@ from federation.protocols import (
     Buffer,
     ObjectInfo,
     ObjectStore,
+    ReadArguments,
     RunState,
     Suspicions,
 )
@@ -161,6 +162,13 @@ def test_special_values_survive():
     assert same(run.open().load_latest(), state)
 
 
+def test_save_counts_its_bytes():
+    """The answer is what the store has grown by."""
+    run = Run()
+    written = run.open().save(state_of(1))
+    assert written == sum(info.size for info in run.store.list())
+
+
 def test_unchanged_weights_are_written_once():
     """A round without result costs a manifest, not a model."""
     run = saved(1)
@@ -242,6 +250,25 @@ def test_retention():
     assert {"checkpoints/" + key for key in run.names("blobs/")} == needed
 
 
+def test_retention_reads_no_manifest_of_its_own():
+    """What a coordinator has written it need not fetch; what it has not, it must."""
+
+    class Reads(MemoryStore):
+        keys: ClassVar[list[str]] = []
+
+        def read(self, key: str, **options: Unpack[ReadArguments]) -> bytes:
+            self.keys.append(key)
+            return super().read(key, **options)
+
+    run = Run(Reads())
+    first = run.open()
+    for round_index in (1, 2, 3, 4):
+        first.save(state_of(round_index))
+    assert Reads.keys == []
+    run.open().save(state_of(5))
+    assert Reads.keys == [f"checkpoints/round-{r:06d}.json" for r in (3, 4, 2)]
+
+
 def test_retention_keeps_what_a_replaced_manifest_names():
     """Another coordinator wrote a round anew: the blobs of that one are needed."""
     run = Run(keep=5)
@@ -264,6 +291,15 @@ def test_shared_blob_outlives_its_first_manifest():
     checkpoints.save(dataclasses.replace(state_of(1), round_index=2))
     assert run.names("round-") == ["round-000002.json"]
     assert run.open().load_latest() is not None
+
+
+def test_retention_spares_what_it_cannot_read():
+    """While a kept manifest cannot be read, no blob and no manifest is removed."""
+    run = saved(1, 2, 3)
+    before = set(run.names())
+    tear(run, "checkpoints/round-000003.json", 10)
+    run.open().save(state_of(4))
+    assert before <= set(run.names())
 
 
 def test_retention_removes_old_torn_manifest():

@@ -131,6 +131,21 @@ def test_damage_is_told(store: Dated, harm: str):
     assert [key in one.damage for one in found.checkpoints] == [False] * 5 + [True]
 
 
+def test_shared_object_is_read_once(store: Dated):
+    """Verifying five checkpoints reads each object once."""
+    reads = []
+    read = store.read
+
+    def counted(key: str, **options: Any) -> bytes:
+        reads.append(key)
+        return read(key, **options)
+
+    store.read = counted  # type: ignore[method-assign]
+    survey(store, PREFIX, verify=True)
+    chunks = [key for key in reads if "chunks/" in key]
+    assert len(chunks) == len(set(chunks)) == 9
+
+
 @pytest.mark.parametrize("keep", [1, 2, 5, 6])
 def test_prune_keeps_the_newest(store: Dated, keep: int):
     """They stay whole, and nothing stays that they do not need."""
@@ -144,6 +159,17 @@ def test_prune_keeps_the_newest(store: Dated, keep: int):
     loaded = opened(store).load_latest()
     assert loaded is not None
     assert loaded.weights_d.tobytes() == state_of(5).weights_d.tobytes()
+
+
+def test_prune_spares_what_it_cannot_read(store: Dated):
+    """While a manifest that stays cannot be read, no object is removed."""
+    before = {info.key for info in store.list(f"{PREFIX}chunks/")}
+    opened(store).save(state_of(6))
+    store.put(name(6), [b"torn"])
+    before |= {info.key for info in store.list(f"{PREFIX}chunks/")}
+    done = prune(store, PREFIX, keep=1, now=LATER)
+    assert done.checkpoints == tuple(name(index) for index in (1, 2, 3, 4))
+    assert {info.key for info in store.list(f"{PREFIX}chunks/")} == before
 
 
 def test_nothing_is_removed_without_a_whole_one(store: Dated):

@@ -15,6 +15,7 @@ from federation.clock import VirtualClock
 from federation.errors import JobError
 from federation.events import ModelEvaluated, ModelSelected, RunFinished
 from federation.ids import SiteId
+from federation.job import job_digest
 from federation.job.selection_checks import counts_for_nan, goal_of
 from federation.job.selection_job import SelectionSpec
 from federation.job.spec import JobSpec, TrainingSpec
@@ -147,6 +148,13 @@ def test_a_lost_round_is_not_judged():
     assert len(run.told(ModelEvaluated)) == 4
 
 
+def test_jobs_without_the_table_keep_their_digest():
+    """Runs of earlier releases continue; with it, it is a part of the contract."""
+    assert "selection" not in job_digest.deciding(toy.job())
+    one, other = job(), job(patience=3)
+    assert len({job_digest.digest(j) for j in (toy.job(), one, other)}) == 3
+
+
 @pytest.mark.parametrize(
     ("keys", "more", "message"),
     [
@@ -169,6 +177,25 @@ def test_tables_that_cannot_work_are_refused(
     """With what to write instead."""
     with pytest.raises(JobError, match=message):
         toy.job({"selection": keys, **more})
+
+
+@pytest.mark.parametrize(
+    ("training", "metrics"),
+    [
+        ({"task": "binary", "measures": ["auc", "calibration"]}, "f1 auc"),
+        ({"task": "classification", "classes": ["a", "b"]}, "macro_f1 mean_iou"),
+        ({"task": "contrastive", "measures": ["recall_at_5"]}, "recall_at_5"),
+        ({"task": "causal_lm"}, "accuracy"),
+    ],
+)
+def test_results_of_tasks_can_be_compared(training: dict[str, Any], metrics: str):
+    """More is better."""
+    for name in metrics.split():
+        spec = toy.job({"training": training, "selection": {"metric": name}})
+        assert spec.selection is not None
+        state = selection.judge(spec, toy.initial_state(spec), 0.5)
+        better = selection.judge(spec, replace(state, round_index=1), 0.6)
+        assert better.selection.best_round == 1
 
 
 def test_metrics_of_a_users_loop_can_be_compared():

@@ -119,6 +119,13 @@ def test_held_out_records_choose_nothing():
     torch.testing.assert_close(model.choice.losses, before)
 
 
+def test_other_tasks_have_clusters_too():
+    """Those with a value for each record."""
+    model = clusters(2, "torch.nn:Linear", {"in_features": 3, "out_features": 1})
+    values = best_cluster(model, INPUTS, torch.zeros(3, 1), task="regression")
+    assert values.keys() == {"loss", "absolute_error", "squared_error"}
+
+
 @pytest.mark.parametrize(
     ("call", "key", "message"),
     [

@@ -130,6 +130,26 @@ def test_an_optimizer_and_a_schedule_are_pinned(folder: Path, table: str):
     assert re.fullmatch(rf"\./my_model\.py@{SHA}:net", found)
 
 
+def test_the_same_code_elsewhere_has_the_same_name(folder: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    (other / "deep").mkdir(parents=True)
+    for name in ("my_model.py", "layers.py", "deep/down.py"):
+        (other / name).write_bytes((folder / name).read_bytes())
+    assert pinned(other) == pinned(folder)
+
+
+def test_a_pinned_name_stays_as_it_is(folder: Path):
+    name = pinned(folder)
+    (folder / "my_model.py").write_text(MODEL + "# changed\n")
+    assert pinned(folder, name) == name
+    with pytest.raises(JobError, match=r"my_model\.py has changed since") as caught:
+        import_factory(name, key="model.factory")
+    assert caught.value.key == "model.factory"
+    # What leaves a deployed site does not say where the file is, or what is in it.
+    said = "model.factory: ./my_model.py is not the file that the job names"
+    assert caught.value.outside == said
+
+
 def test_of_two_folders_that_with_the_digest_counts(folder: Path, tmp_path: Path):
     other = tmp_path / "other"
     other.mkdir()

@@ -15,6 +15,7 @@ from torch.utils.data import (
     IterableDataset,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from clients.data import (
@@ -223,6 +224,13 @@ def test_wrong_data_is_explained(obj: object, message: str):
     assert "train of x:y" in str(caught.value)
 
 
+def test_items_without_targets():
+    """Items of language models are windows with None as target."""
+    inputs, targets = read([(np.arange(3), None)] * 2).batch(np.arange(2))
+    assert inputs.dtype == torch.int64
+    assert targets is None
+
+
 @pytest.mark.parametrize(
     ("groups", "names", "message"),
     [
@@ -324,6 +332,21 @@ def test_text_is_held_out_by_whole_files(folder: Path):
         ]
         assert marks[1]
         assert not marks[0] & marks[1]
+
+
+def test_text_split_depends_on_paths_and_seed_alone(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    """A copy of the folder elsewhere is split alike, another seed otherwise."""
+    copy = tmp_path_factory.mktemp("copy")
+    for file in sorted(folder.rglob("*.txt"), reverse=True):
+        target = copy / file.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.read_bytes())
+    first, second = (text_folder(str(f), "*.txt", 24) for f in (folder, copy))
+    np.testing.assert_array_equal(first[1].inputs, second[1].inputs)
+    other = text_folder(str(folder), "*.txt", 24, seed=1)
+    assert not np.array_equal(first[1].inputs, other[1].inputs)
 
 
 @pytest.mark.parametrize(
@@ -456,6 +479,18 @@ def test_stream_is_read_to_its_end():
     dataset = as_dataset(Stream(), name="train")
     assert len(dataset) == 5
     assert dataset.batch(np.array([3]))[1].tolist() == [1]
+
+
+def test_images_of_items_are_scaled_as_those_of_arrays():
+    images = np.full((2, 3, 4, 4), 51, np.uint8)
+    items = [(image, 1) for image in images]
+    collated = DataLoader(items, collate_fn=lambda rows: default_collate(list(rows)))
+    for source in (items, collated):
+        inputs, _ = as_dataset(source, name="train").batch(np.array([0, 1]))
+        assert inputs.dtype is torch.float32
+        assert inputs.unique().tolist() == [np.float32(0.2)]
+    rows = as_dataset([(image[0], 1) for image in images], name="train")
+    assert rows.batch(np.array([0]))[0].dtype is torch.int64
 
 
 def refusing(folder: str) -> Any:

@@ -93,6 +93,18 @@ def test_training_is_pulled_towards_what_mattered(tmp_path: Path):
         )
 
 
+def test_the_file_of_another_run_is_refused(tmp_path: Path):
+    """All sites must be pulled towards the same weights."""
+    save_file(trained().state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(JobError, match="and the job names 00: copy") as caught:
+        consolidated(
+            trained().train(), INPUTS, LABELS, memory=str(tmp_path), sha256="00"
+        )
+    assert caught.value.key == "training.options.sha256"
+    with pytest.raises(JobError, match="number of at least 0"):
+        consolidated(trained(), INPUTS, LABELS, memory="", sha256="", strength=-1.0)
+
+
 def normed() -> nn.Module:
     """A model with batch normalisation and dropout."""
     return nn.Sequential(

@@ -103,3 +103,20 @@ def test_a_pretrained_start_keeps_the_new_head(tmp_path: Path):
         for name in ("1.weight", "3.bias"):
             assert torch.equal(model.get_parameter(name), old.get_parameter(name))
         assert torch.equal(model.get_parameter("5.weight"), head)
+
+
+def test_the_first_tensor_that_does_not_fit_is_named(tmp_path: Path):
+    file = tmp_path / "old.safetensors"
+    save_file(mlp(4, 9, hidden=[5, 6]).state_dict(), file)
+    with pytest.raises(JobError, match=r"'5.weight' is \[3, 6\] in .* \[9, 6\] in"):
+        with_weights(net(), str(file))
+    save_file({"1.weight": torch.zeros(5, 4)}, file)
+    with pytest.raises(JobError, match=r"'1.bias' is \[5\] .* nothing in the file"):
+        with_weights(net(), str(file), new=HEAD)
+    save_file({f"net.{n}": t for n, t in net().state_dict().items()}, file)
+    with pytest.raises(JobError, match=r"the file has 'net\.1\.weight': rename"):
+        with_weights(net(), str(file), new=HEAD)
+    save_file(net().state_dict() | {"7.weight": torch.zeros(1)}, file)
+    with pytest.raises(JobError, match=r"'7\.weight' .*in the model"):
+        with_weights(net(), str(file), new=HEAD)
+    with_weights(net(), str(file), new=(*HEAD, "7.*"))

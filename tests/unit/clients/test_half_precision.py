@@ -12,7 +12,7 @@ from torch import nn
 
 from clients.data.datasets import as_dataset
 from clients.methods import half_precision
-from clients.methods.guest import LocalRound
+from clients.methods.guest import LocalRound, NotFinite
 from clients.methods.half_precision import LossScale
 from clients.models import weights
 from clients.models.model_pool import ModelPool
@@ -179,3 +179,18 @@ def test_losses_of_skipped_steps_that_are_not_finite_are_not_reported():
     assert found.num_steps == 7  # Of 8.
     assert np.isfinite(found.weights_d).all()
     assert found.training is None
+
+
+def test_a_record_with_nan_is_named():
+    """Its step is skipped, which would hide it as long as the scale can be halved."""
+    train, held_out = blobs()
+    inputs = train.inputs.copy()
+    inputs[7] = np.nan
+    broken = as_dataset(replace(train, inputs=inputs), name="blobs")
+    job = job_of(local_epochs=1)
+    pool = ModelPool(job)
+    trainer = TorchTrainer(
+        job, SITE, pool=pool, train=broken, held_out=as_dataset(held_out, name="blobs")
+    )
+    with pytest.raises(NotFinite, match="training record 7 holds NaN"):
+        trainer.fit(*pool.initial_weights(), round_index=1)

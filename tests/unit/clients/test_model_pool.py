@@ -66,6 +66,41 @@ def test_an_instance_is_lent_again():
         assert not weights.memory_of(first.module) & weights.memory_of(second.module)
 
 
+def test_an_instance_comes_back_after_a_failure():
+    """An error in its user does not cost an instance."""
+    pool = pool_of()
+
+    def fail() -> None:
+        with pool.borrow() as instance:
+            lent.append(instance)
+            raise KeyError
+
+    lent: list[Instance] = []
+    with pytest.raises(KeyError):
+        fail()
+    with pool.borrow() as again:
+        assert lent == [again]
+
+
+def test_a_lent_instance_forgets_its_user():
+    """Counters, lists, buffers, hooks, new attributes, mode, gradients: all gone."""
+    pool = pool_of("forgetful")
+    with pool.borrow() as instance:
+        model = loaded(pool, instance)
+        hidden = set(vars(model))
+        expected = model(X)
+        for _ in range(3):
+            model.eval()(X).sum().backward()
+        assert not torch.equal(expected, model(X))
+    assert (model.calls, model.seen, model.cache) == (0, [], None)
+    assert set(vars(model)) == hidden
+    assert model.training
+    assert not model._forward_hooks
+    assert model.linear.weight.grad is None
+    with pool.borrow() as instance:
+        torch.testing.assert_close(expected, loaded(pool, instance)(X))
+
+
 def test_tied_weights_stay_tied_in_the_pool():
     """Forgetting keeps the modules' own objects."""
     pool = pool_of("clients.models:gpt", layers=1, width=8, heads=2, context=4)

@@ -15,10 +15,13 @@ from clients.data.datasets import as_dataset
 from clients.methods import overlap
 from clients.methods.overlap import AheadSteps, Overlap, WorkAhead
 from clients.models.model_pool import ModelPool
+from clients.training.timed_trainer import TimedTrainer
 from clients.training.trainer import TorchTrainer
+from federation.clock import VirtualClock
 from federation.ids import SiteId
 from federation.messages import MetricSums
 from federation.protocols import LocalWeights, Trainer
+from federation.rounds.cost import WorkSeconds
 from federation.vectors import Layout, Role
 
 SITE = SiteId("site-0")
@@ -251,3 +254,47 @@ def test_an_error_of_the_steps_ahead_is_the_round_s():
     ahead.begin(2, state_of(1.0), FIRST)
     with pytest.raises(FloatingPointError, match="in the model"):
         weights_of(ahead, 2, 1.0, FIRST)
+
+
+def test_an_error_of_steps_that_are_not_used_is_not_the_round_s():
+    """They began with a state that a resumed coordinator went back from."""
+    own = {"calls": 0}
+
+    def fails_once(round_index: int, kept: Any, _first: int) -> AheadSteps:
+        own["calls"] += 1
+        if own["calls"] == 1:
+            raise FloatingPointError("in the model")
+        found = overlap.own_model(kept)
+        assert found is not None
+        return AheadSteps(
+            weights_d=found[0],
+            integers_m=found[1],
+            kept={},
+            training=WHATEVER,
+        )
+
+    ahead = WorkAhead(replace(job_of(), rounds=9), fails_once)
+    ahead.begin(2, state_of(1.0), FIRST)
+    assert ahead._begun is not None
+    assert ahead._begun[2].exception(10) is not None
+    assert weights_of(ahead, 3, 1.0, FIRST)[0] == 1.0
+
+
+@pytest.mark.parametrize(("waited", "took"), [(0.0, 10.0), (3.0, 7.0), (60.0, 6.0)])
+def test_virtual_time_counts_steps_ahead_as_waiting(waited: float, took: float):
+    """At most the steps that may be taken ahead, and at most the time there was."""
+    trainer, pool = trainer_of()
+    clock = VirtualClock()
+    timed = TimedTrainer(
+        trainer=trainer,
+        clock=clock,
+        work=WorkSeconds(train=10.0, evaluate=1.0, ahead=4.0),
+    )
+    weights = pool.initial_weights()
+    first = fit(timed, *weights, round_index=1)
+    assert clock.monotonic() == 10.0
+    clock.sleep(waited)
+    timed.evaluate(*weights, round_index=2)  # Its own work, and no time to wait.
+    begun = clock.monotonic()
+    fit(timed, *weights, round_index=2, kept=first.kept)
+    assert clock.monotonic() - begun == took

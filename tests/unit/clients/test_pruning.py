@@ -34,6 +34,15 @@ def test_the_smallest_values_of_all_layers_go():
     assert model[0].weight.tolist() == [[0, 0], [3, 4]]
 
 
+def test_whole_outputs_go_with_their_bias_and_the_last_layer_stays():
+    """The output with the smaller L1 norm; one is always left."""
+    model = two_layers()
+    found = prune_(model, 0.99, kind="channel")
+    assert model[0].weight.tolist() == [[0, 0], [3, 4]]
+    assert model[0].bias[0] == 0 != model[0].bias[1]
+    assert [s.zeros for s in found] == [2, 0]
+
+
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_training_leaves_zeros_alone(name: str):
     """As long as the guest is there; without it they move again."""

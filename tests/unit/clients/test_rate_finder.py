@@ -92,6 +92,23 @@ def test_settings_of_a_classifier_are_found_and_repeatable():
     assert find(federation) == found
 
 
+def test_noise_in_float16_is_that_in_float32():
+    """Gradients are scaled there, and the noise scale is a ratio."""
+    found = [
+        find(build_federation(small_job(training={"local_steps": 1, "precision": p})))
+        for p in ("fp32", "fp16")
+    ]
+    full, half = (each.noise_scale for each in found)
+    assert half == pytest.approx(full, rel=0.02)
+
+
+def test_a_range_that_is_too_high_diverges():
+    found = find(build_federation(small_job()), low=1e4, high=1e8)
+    assert found.rates.diverged
+    assert len(found.rates.losses) < 40
+    assert found.rate is None
+
+
 @pytest.mark.parametrize(
     ("tables", "key"),
     [

@@ -1,9 +1,13 @@
 """Shards of a dataset that are open, and those that are on their way."""
 
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
+import torch
 from support.faulty_store import FaultyStore
 from support.small_jobs import blobs
 
@@ -81,3 +85,29 @@ def test_what_is_not_wanted_any_more_is_not_fetched():
     data.cache._pool.shutdown()
     assert set(gate.asked) == {keys[0], *keys[-4:]}
     assert len(gate.asked) == 5
+
+
+@pytest.mark.slow
+def test_many_threads_share_a_cache_that_is_too_small():
+    """As the sites of a simulation do; each gets what it asks for."""
+    _, data, _ = opened(memory_bytes=0)
+    expected = data.batch(np.arange(60))[0]
+
+    def read(seed: int) -> bool:
+        rng = np.random.default_rng(seed)
+        for _ in range(200):
+            data.expect(rng.permutation(60))
+            chosen = rng.integers(0, 60, 5)
+            if not torch.equal(data.batch(chosen)[0], expected[chosen]):
+                return False
+        return True
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # Threads meet at every place where they can.
+    try:
+        pool = ThreadPoolExecutor(6)
+        futures = [pool.submit(read, seed) for seed in range(6)]
+        assert all(future.result(PATIENCE_SECONDS) for future in futures)
+        pool.shutdown()
+    finally:
+        sys.setswitchinterval(before)

@@ -167,6 +167,31 @@ def test_ranks_share_every_epoch(
         assert [b.tolist() for b in later] == [b.tolist() for b in batches]
 
 
+@pytest.mark.slow
+@few(40)
+@given(sizes, st.integers(1, 7), st.integers(2, 4))
+def test_ranks_walk_through_whole_epochs(sizes: list[int], batch_size: int, ranks: int):
+    """Step by step too: what all have read after an epoch each is all there is."""
+    shard_of = shards_of(sizes)
+    assume(len(shard_of) >= ranks)
+    read: list[int] = []
+    for rank in of_ranks(ranks):
+        walk = stepwise(
+            len(shard_of),
+            batch_size=batch_size,
+            first_batch=0,
+            num_batches=len(shard_of),
+            seed=3,
+            site=SiteId("a"),
+            shuffle=shuffle_of(shard_of),
+            rank=rank,
+        )
+        mine = np.concatenate(list(walk))
+        assert len(mine) == len(shard_of) * min(batch_size, len(shard_of) // ranks)
+        read += mine[: rank.share(len(shard_of))].tolist()
+    assert sorted(read) == list(range(len(shard_of)))
+
+
 def batches(number: int) -> Iterator[Indices]:
     for i in range(number):
         yield np.arange(4 * i, 4 * i + 4)

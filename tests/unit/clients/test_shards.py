@@ -1,6 +1,7 @@
 """Datasets in object storage: what is written, read back, refused."""
 
 import io
+import json
 import tarfile
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from pyarrow import parquet
+from support.small_jobs import blobs
 
 from clients.data.datasets import Dataset, Examples, as_dataset
 from clients.shards.dataset import (
@@ -209,6 +211,13 @@ def test_a_shard_of_another_version():
         train.batch(np.array([0]))
 
 
+def rewritten(store: MemoryStore, **changes: Any) -> None:
+    """Change the first training shard's entry, and make the index agree with itself."""
+    document = json.loads(store.read(INDEX_KEY))
+    document["splits"]["train"]["shards"][0] |= changes
+    store.put(INDEX_KEY, [json.dumps(document).encode()])
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -225,6 +234,48 @@ def test_other_indices_are_refused(content: bytes, reason: str):
     store.put(INDEX_KEY, [content])
     with pytest.raises(CorruptObject, match=rf"index.json in memory://.*{reason}"):
         read_index(store)
+
+
+def test_an_index_that_disagrees_with_its_shards(monkeypatch: pytest.MonkeyPatch):
+    """Even if its version is right: the layout of each shard is looked at."""
+    store = MemoryStore()
+    write(store, images())
+    rewritten(store, input_type="<f8")
+    monkeypatch.setattr(
+        DatasetIndex, "version", json.loads(store.read(INDEX_KEY))["version"]
+    )
+    train, _ = open_dataset(store)
+    with pytest.raises(CorruptObject, match=r"disagrees with index\.json"):
+        train.batch(np.array([0]))
+
+
+def test_classes_that_disagree_are_found_by_verify(monkeypatch: pytest.MonkeyPatch):
+    """The counts of the index are those of the labels."""
+    store = MemoryStore()
+    write(store, images())
+    rewritten(store, classes={"0": 1})
+    monkeypatch.setattr(
+        DatasetIndex, "version", json.loads(store.read(INDEX_KEY))["version"]
+    )
+    with pytest.raises(CorruptObject, match="counts of classes"):
+        verify_dataset(store, *open_dataset(store))
+
+
+def test_examples_of_several_shapes_are_refused():
+    """A shard is one array."""
+
+    class Ragged:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, i: int) -> tuple[np.ndarray[Any, Any], int]:
+            return np.zeros(3 if i < 4 else 4), 0
+
+    train = as_dataset(Ragged(), name="ragged")
+    held_out = as_dataset(blobs()[1], name="blobs")
+    # Shards of four, after a look at the first examples alone.
+    with pytest.raises((SiteError, RuntimeError)):
+        write_dataset(MemoryStore(), train, held_out, name="x", shard_bytes=8192)
 
 
 def shards_read(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -250,6 +301,19 @@ def test_a_shard_that_stays_open_is_read_once(monkeypatch: pytest.MonkeyPatch):
     assert sorted(k for k in keys if k.endswith(".tar")) == sorted(
         shard.key for shard in index.train.shards
     )
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    """With room for two windows, older shards are let go and read again."""
+    store = MemoryStore()
+    index = write(store, images(200), shard_bytes=10 * 2048)
+    keys = shards_read(store, monkeypatch)
+    train, _ = open_dataset(store, reading=ReadOptions(window=1, memory_bytes=0))
+    for _ in range(2):
+        for start in range(0, 200, 10):
+            train.batch(np.arange(start, start + 10))
+    read = [k for k in keys if k.endswith(".tar")]
+    assert len(read) == 2 * len(index.train.shards)
 
 
 def test_expected_shards_are_fetched_before_they_are_asked_for(

@@ -1,15 +1,18 @@
 """Runs that start from a file of weights."""
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import save_file
 from support.small_jobs import small_job
 
+from aggregator import model_export
 from clients.models import starting_weights
 from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import (
@@ -18,14 +21,20 @@ from clients.models.starting_weights import (
     notice,
     pinned,
 )
+from clients.models.trained import trained_model
 from cloud_adapters.storage.disk.transfer import upload
+from deploy.cli import main
 from federation.compression.codec import decoded
-from federation.errors import JobError, ProtocolError
+from federation.errors import CorruptObject, JobError, ProtocolError
 from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
 from federation.protocols import ObjectStore
 from federation.vectors import Vector
 
+FACTORY = {
+    "factory": "clients.models:logistic_regression",
+    "options": {"inputs": 4, "classes": 3},
+}
 NAMES = [spec.name for spec in ModelPool(small_job()).layout.tensors]
 
 
@@ -267,6 +276,17 @@ def test_weights_beyond_the_codec_are_refused(tmp_path: Path) -> None:
         job_of(tmp_path, communication={"down_codec": {"name": "fp16"}})
 
 
+def test_a_damaged_file_ends_a_command_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "start.safetensors").write_bytes(b"\xff" * 100)
+    job = tmp_path / "job.toml"
+    job.write_text(tomli_w.dumps(document("start.safetensors")))
+    assert main(["check-job", str(job)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "start.safetensors is not a safetensors" in line
+
+
 @pytest.fixture(params=["s3", "gcs"])
 def bucket(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -324,3 +344,35 @@ def test_a_file_in_a_bucket_has_a_largest_size(
     monkeypatch.setattr(starting_weights, "MAX_DOWNLOAD_BYTES", 100)
     with pytest.raises(JobError, match="at most 100 are downloaded"):
         job_of(tmp_path, bucket.url)
+
+
+def test_a_damaged_model_with_personal_parts_is_named(tmp_path: Path) -> None:
+    """Before its names are compared with the parts that sites keep."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"\x10" + 7 * b"\0" + b"damaged")
+    personal = small_job(model={**FACTORY, "personal": ["*bias"]})
+    with pytest.raises(JobError, match=r"model\.safetensors is not a safetensors"):
+        trained_model(personal, file)
+
+
+def test_values_of_a_type_that_cannot_be_read_are_named(tmp_path: Path):
+    """The library's own error names neither file nor tensor.
+
+    Its oldest releases know no such type, and so no such file.
+    """
+    head = {"1.weight": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}
+    model = {"factory": "clients.models:mlp", "options": {"inputs": 4, "classes": 3}}
+    job = small_job(model={**model, "weights": "model.safetensors"})
+    text = json.dumps(head).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(
+        JobError,
+        match=r"'1.weight' as torch.float4.*quantised|model\.safetensors is not a",
+    ):
+        pinned(job, tmp_path)
+    with pytest.raises(CorruptObject, match="cannot be read"):
+        model_export.read(path)
+    path.write_bytes(b"")
+    with pytest.raises(JobError, match=r"is not a safetensors file: .*; copy it again"):
+        pinned(job, tmp_path)

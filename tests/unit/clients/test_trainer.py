@@ -11,6 +11,7 @@ import torch
 from support.small_jobs import blobs, small_job
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from clients.data.batches import epoch_order
 from clients.data.datasets import Dataset, as_dataset
@@ -377,6 +378,31 @@ def test_frozen_parameters_stay_exactly():
     assert frozen == pool.layout.frozen
 
 
+def half_network() -> nn.Module:
+    """Half of it frozen, all of it in bfloat16."""
+
+    class Half(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.bfloat16())
+
+    model = Half(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
+    model[0].requires_grad_(requires_grad=False)
+    return model
+
+
+def test_half_precision_models_lose_no_digits_of_the_global_weights():
+    """What bfloat16 cannot hold is not part of the update."""
+    model = {"factory": f"{__name__}:half_network"}
+    trainer, pool = trainer_of(job_of({"local_steps": 2}, model=model))
+    start_d, start_m = pool.initial_weights()
+    start_d += np.float32(1e-5)  # As an average of several sites would be.
+    result = trainer.fit(start_d, start_m, round_index=1)
+    assert start_d.size == 15
+    assert (start_d != result.weights_d).all()
+    # Rounding to bfloat16 took a thousand times less from the weights.
+    np.testing.assert_array_less(1e-3, np.abs(result.weights_d - start_d).max())
+
+
 def test_bf16_trains_with_float32_weights():
     """The forward pass is rounded, so the result differs, by little."""
     model = {"factory": f"{USERS}:frozen_network"}
@@ -469,3 +495,22 @@ def test_steps_grow_from_a_round_on():
         weights_d = result.weights_d
     assert found.num_steps == 2
     np.testing.assert_allclose(found.weights_d, weights_d, atol=1e-6)
+
+
+def test_workers_of_a_loader_change_no_result():
+    """Neither which records make a step nor what is evaluated."""
+    job = job_of({"local_steps": 3, "batch_size": 8, "accumulate": 2})
+    weights_d = {}
+    for num_workers in (0, 1):
+        read = {"num_workers": num_workers, "batch_size": 1}
+        parts = [
+            as_dataset(DataLoader(TensorDataset(*part), **read), name="blobs")
+            for data in (TRAIN, HELD_OUT)
+            for part in [data.batch(np.arange(len(data)))]
+        ]
+        pool = ModelPool(job)
+        trainer = TorchTrainer(job, SITE, pool=pool, train=parts[0], held_out=parts[1])
+        result = trainer.fit(*pool.initial_weights(), round_index=1)
+        sums = trainer.evaluate(result.weights_d, result.integers_m, round_index=1)
+        weights_d[num_workers] = (result.weights_d.tobytes(), sums)
+    assert weights_d[0] == weights_d[1]

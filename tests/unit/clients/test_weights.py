@@ -1,11 +1,12 @@
 """A module as flat vectors, and back."""
 
 from collections.abc import Callable
+from random import Random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 from support.examples import few
 from torch import nn
@@ -82,6 +83,15 @@ def test_values_make_the_round_trip_bit_by_bit(
     assert integers_m.tobytes() == back_m.tobytes()
 
 
+@given(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=3), st.randoms())
+@few(50)
+def test_every_shape_makes_the_round_trip(shape: tuple[int, ...], random: Random):
+    """Scalars, empty tensors and tensors whose axes are permuted in memory."""
+    axes = random.sample(range(len(shape)), len(shape))
+    tensor = torch.zeros([shape[a] for a in axes]).permute(np.argsort(axes).tolist())
+    assert_round_trip(Bag(p=nn.Parameter(tensor)))
+
+
 def test_tied_weights_stand_once_and_stay_tied():
     """A shared embedding has one name, and a load reaches both users."""
     module = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
@@ -91,6 +101,19 @@ def test_tied_weights_stand_once_and_stay_tied():
     weights.load(module, layout, *filled(layout))
     assert module[1].weight is module[0].weight
     assert module[1].weight[0].tolist() == [1, 2, 3]
+
+
+def test_batch_norm_has_parameters_buffers_and_a_counter():
+    """Running statistics are averaged, the counter is not."""
+    roles = roles_of(layout_of(nn.BatchNorm1d(2)))
+    assert roles == {
+        "weight": Role.PARAMETER,
+        "bias": Role.PARAMETER,
+        "running_mean": Role.BUFFER,
+        "running_var": Role.BUFFER,
+        "num_batches_tracked": Role.MAX,
+    }
+    assert_round_trip(nn.BatchNorm1d(2))
 
 
 def test_roles_follow_the_first_pattern_that_fits():

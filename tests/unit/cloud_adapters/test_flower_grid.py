@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import toy_sites
 
 from cloud_adapters.flower import simulation as flower_simulation
@@ -256,6 +257,23 @@ def test_too_few_nodes_are_an_error(flower: FakeFlower, clock: VirtualClock):
     assert clock.now() == pytest.approx(2.0, abs=0.1)
 
 
+def test_silent_node_is_an_error(flower: FakeFlower, clock: VirtualClock):
+    """A node that is connected and does not answer is found before the first round."""
+    flower.silent = {20}
+    with pytest.raises(SiteError, match=r"1 Flower nodes .*not answer"):
+        make_grid(flower, clock, connect_seconds=2.0)
+
+
+def test_node_that_cannot_run_a_site_is_an_error(
+    flower: FakeFlower, clock: VirtualClock
+):
+    """Its reason is in the message, without the traceback."""
+    reason = "Traceback ...\nException occurred. Message: No module named 'deploy'"
+    flower._app = lambda message, _: Message(Error(1, reason), reply_to=message)
+    with pytest.raises(SiteError, match="cannot run a site: No module named 'deploy'"):
+        make_grid(flower, clock)
+
+
 def test_ended_flower_is_an_error(flower: FakeFlower, clock: VirtualClock):
     """Nobody waits for answers that cannot come."""
     grid = make_grid(flower, clock, stopped=lambda: True)
@@ -287,6 +305,16 @@ def test_ordered_replies_come_in_the_order_of_the_tasks(
     assert [r.message.site for r in replies] == SITES
 
 
+def test_order_is_given_up_for_memory(
+    flower: FakeFlower, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+):
+    """All answers are out at once, and large ones are not held back."""
+    monkeypatch.setattr(flower_questions, "MAX_AHEAD_BYTES", 2 * TASK.weights_d.nbytes)
+    grid = make_grid(flower, clock, ordered=True)
+    flower.silent = {10}
+    assert [r.message.site for r in exchange(grid)] == ["two", "three", "one"]
+
+
 def test_shared_processes_limit_what_is_out(flower: FakeFlower, clock: VirtualClock):
     """One task in work and one behind it; the rest waits here."""
     grid = make_grid(flower, clock, workers=1)
@@ -313,6 +341,13 @@ def test_few_answers_are_held_back(
     assert [reply.message.site for reply in replies] == SITES[1:]
 
 
+def test_stray_reply_is_ignored(flower: FakeFlower, clock: VirtualClock):
+    """A second answer to a greeting is nobody's."""
+    grid = make_grid(flower, clock)
+    flower.stray = [Message(RecordDict(), reply_to=flower.sent[0])]
+    assert len(exchange(grid)) == 3
+
+
 def test_late_answer_is_handed_on_in_a_later_exchange(
     flower: FakeFlower, clock: VirtualClock
 ):
@@ -323,6 +358,19 @@ def test_late_answer_is_handed_on_in_a_later_exchange(
     flower.silent = set()
     replies = exchange(grid, round_index=2)
     assert sorted(r.message.round_index for r in replies) == [1, 2, 2, 2]
+
+
+def test_late_failure_is_dropped(flower: FakeFlower, clock: VirtualClock):
+    """It has been counted when the deadline passed."""
+    grid = make_grid(flower, clock)
+    flower.silent, flower.spoilt = {10}, {10: Error(5, "gone")}
+    exchange(grid)
+    flower.silent, flower.spoilt = set(), {}
+    assert len(exchange(grid, round_index=2)) == 4  # This one was an update.
+    flower.silent, flower.spoilt = {10}, {10: Error(5, "gone")}
+    exchange(grid, round_index=3)
+    flower.silent = set()
+    assert len(exchange(grid, round_index=4)) == 3
 
 
 @pytest.mark.parametrize(
@@ -434,6 +482,14 @@ def test_withdrawn_task_is_not_waited_for(flower: FakeFlower, clock: VirtualCloc
     flower.silent = {10}
     grid.withdraw(grid.send([TASK], deadline_seconds=600))
     assert not grid.receive()
+
+
+def test_unknown_site_is_a_mistake(flower: FakeFlower, clock: VirtualClock):
+    """The caller asked for a site that the job does not have."""
+    with pytest.raises(ValueError, match="no sites \\['zoe'\\]"):
+        make_grid(flower, clock).send(
+            [replace(TASK, site=SiteId("zoe"))], deadline_seconds=1.0
+        )
 
 
 class Beating(FakeFlower):
@@ -905,6 +961,21 @@ def ask_app(app: Any, task: Any, *, site: str = "one", seconds: float = 5.0) -> 
     return wire.decode(flower_site.unpack(reply.content))
 
 
+def test_app_builds_a_site_once(flower: FakeFlower):
+    """Data and model are loaded for the first task of a site."""
+    built = []
+
+    def handler_for(site: SiteId, job_text: str) -> Any:
+        built.append(site)
+        return toy_sites.echo_site(site, job_text)
+
+    app = make_app(handler_for)
+    for _ in range(2):
+        assert isinstance(ask_app(app, TASK), SiteUpdate)
+    ask_app(app, replace(TASK, site=SITES[1]), site="two")
+    assert built == ["one", "two"]
+
+
 def test_app_forgets_the_site_used_longest_ago(
     flower: FakeFlower, monkeypatch: pytest.MonkeyPatch
 ):
@@ -962,6 +1033,25 @@ def test_app_refuses_what_is_not_its_task(flower: FakeFlower, task: Any):
     app = make_app(toy_sites.echo_site)
     with pytest.raises(FederationError, match="another site's task"):
         ask_app(app, task, site="two")
+
+
+def test_app_sets_the_threads_of_arithmetic(flower: FakeFlower):
+    """Their number decides the last bits of sums; it is set where a site works."""
+    threads = []
+
+    class CountingSite(toy_sites.EchoSite):
+        def handle(self, task: RoundTask) -> Any:  # type: ignore[override]
+            threads.append(torch.get_num_threads())
+            return super().handle(task)
+
+    app = flower_site.client_app(CountingSite, threads=3)
+    app.job_text = "threads"  # type: ignore[attr-defined]
+    before = torch.get_num_threads()
+    try:
+        ask_app(app, TASK)
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [3]
 
 
 def test_coordinators_may_wait_as_long_as_their_rounds_do():

@@ -155,6 +155,11 @@ def meet(
     return found, clock.monotonic()
 
 
+def test_sites_are_known_by_their_answers():
+    """Not by the numbers of their nodes, nor by the order of these."""
+    assert meet(Nodes(n5="two", n9="one")) == ({"one": 9, "two": 5}, 0.0)
+
+
 def test_each_node_is_asked_once():
     """However long another one takes."""
     nodes = Nodes(n5="one", n9=None)
@@ -179,6 +184,32 @@ def test_node_that_comes_later_is_asked_when_it_is_there():
     found, seconds = meet(nodes, meanwhile=meanwhile)
     assert found == {"one": 5, "two": 9}
     assert 20 < seconds < 23
+
+
+def test_known_nodes_are_not_asked():
+    """One is a site of the run, one of another run; neither could answer."""
+    nodes = Nodes(n5="liar", n7="liar", n9="one")
+    known = {SiteId("two"): 5, SiteId("other"): 7}
+    assert meet(nodes, known=known) == ({"one": 9, "two": 5}, 0.0)
+    assert nodes.asked == [9]
+
+
+def test_known_node_is_waited_for():
+    """It is there when it is connected."""
+    nodes = Nodes(n9="one")
+
+    def meanwhile(now: float) -> None:
+        if now > 20:
+            nodes.say[5] = None
+
+    found, seconds = meet(nodes, meanwhile=meanwhile, known={SiteId("two"): 5})
+    assert found == {"one": 9, "two": 5}
+    assert 20 < seconds < 23
+
+
+def test_enough_sites_may_begin_without_the_others():
+    """But only once the time is over."""
+    assert meet(Nodes(n5="one", n9=None), required=1) == ({"one": 5}, 60.0)
 
 
 def test_whoever_waits_is_told_who_is_there_and_for_how_long():
@@ -215,6 +246,12 @@ def test_too_few_sites_do_not_begin():
         meet(Nodes(n5=None), enrolled=enrolled)
     with pytest.raises(SiteError, match=r"one, two are not connected: start their"):
         meet(Nodes(), enrolled=enrolled)
+
+
+def test_other_sites_nodes_are_left_in_peace():
+    """The federation may be larger than the run."""
+    found, _ = meet(Nodes(n1="three", n5="one", n9="two"))
+    assert found == {"one": 5, "two": 9}
 
 
 def test_node_that_goes_may_come_back():

@@ -221,6 +221,25 @@ def test_a_run_sends_its_token():
     assert flower.request(RUNTIME, b"", (b"token", b"of this run")) == (200, b"")
 
 
+def test_large_requests_and_too_many_are_not_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(poll_cache, "MAX_KEPT", 2)
+    flower = Flower()
+    for body in (b"1", b"2", b"3", b"3", b"1"):
+        flower.request(RUNTIME, body)
+    assert flower.asked == 4 * [RUNTIME]
+    large = bytes(poll_cache.MAX_BYTES + 1)
+    for _ in range(2):
+        flower.request(RUNTIME, large)
+    assert flower.asked == 6 * [RUNTIME]
+
+
+def test_another_method_is_another_request():
+    flower = Flower()
+    for method in ("POST", "GET", "POST"):
+        asyncio.run(flower._request(RUNTIME, b"", [], method))
+    assert flower.asked == [RUNTIME, RUNTIME]
+
+
 def test_requests_of_a_site_do_not_fill_the_memory():
     """It chooses what it sends, up to the limit of a body, again and again."""
     flower = Flower()

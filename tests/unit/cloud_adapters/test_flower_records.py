@@ -136,6 +136,19 @@ def test_update_is_what_the_app_changed():
     assert update.training == MetricSums(count=5, loss_sum=2.5, metrics={"correct": 0})
 
 
+def test_list_of_arrays_is_taken_in_order():
+    """Apps without torch send one: Flower numbers its entries."""
+    arrays = sent()["arrays"].to_numpy_ndarrays()
+    update = read(answer(ArrayRecord([np.array(array + array) for array in arrays])))
+    assert np.array_equal(update.delta_d, TASK.weights_d)
+
+
+def test_order_of_columns_does_not_matter():
+    """NumPy writes a transposed matrix column by column."""
+    weight = np.asfortranarray(TASK.weights_d[:6].reshape(2, 3))
+    assert not read(with_tensor("weight", Array(weight))).delta_d.any()
+
+
 def test_evaluation_is_turned_into_sums():
     """So that metrics of several sites add up."""
     found = flower_records.read_evaluation(answer(), TASK, SPEC)
@@ -162,6 +175,12 @@ def test_metrics_of_a_regression_are_read_by_their_names():
         other = answer(**{"absolute_error": 3.0, "squared_error": 9.0, name: value})
         with pytest.raises(InvalidUpdate, match=name):
             flower_records.read_evaluation(other, TASK, spec, wanted=wanted)
+
+
+def test_app_without_training_loss():
+    """The job says so, and the round's loss is that of the others."""
+    spec = replace(SPEC, train_loss="")
+    assert read(answer(train_loss=None), spec=spec).training is None
 
 
 def test_diverged_loss_is_told():
@@ -194,6 +213,15 @@ def test_accuracy_is_a_fraction(accuracy: float):
     """Or hits would outnumber examples."""
     with pytest.raises(InvalidUpdate, match="not a fraction from 0 to 1"):
         flower_records.read_evaluation(answer(eval_acc=accuracy), TASK, SPEC)
+
+
+def test_records_of_other_names_are_told():
+    """With the key to set."""
+    other = RecordDict({"model": sent()["arrays"], "metrics": MetricRecord(METRICS)})
+    assert "no record of arrays 'arrays', only 'metrics', 'model'" in refusal(other)
+    bare = RecordDict({"arrays": sent()["arrays"]})
+    assert "no record of metrics 'metrics', only 'arrays'" in refusal(bare)
+    assert "only nothing: set flower_app.arrays" in refusal(RecordDict())
 
 
 def test_another_model_is_refused():

@@ -217,6 +217,16 @@ def test_whatever_is_lost_each_question_is_worked_on_once(
             assert_all_answered_once(flower, now)
 
 
+def test_long_work_is_let_alone(flower: LossyFlower):
+    """A site that is asked after says that it works, at the price of few messages."""
+    grid = make_grid(flower)
+    flower.work = 250.0
+    replies = exchange(grid)
+    assert_all_answered_once(flower, replies)
+    probes = sum(map(is_probe, flower.sent))
+    assert 3 * 10 < probes < 3 * 20
+
+
 def test_task_that_was_late_and_comes_twice_is_worked_on_once(flower: LossyFlower):
     """It was overtaken by the probe, and so sent again: the second one is dropped."""
     grid = make_grid(flower)
@@ -375,3 +385,13 @@ def test_message_that_cannot_be_opened_is_unknown_to_its_site():
         with pytest.raises(Unanswerable, match="HTTP 404"):
             node._take(connection, envelope)
     assert node._inbox.look(name) is Word.UNKNOWN
+
+
+def test_late_answers_hold_no_weights(flower: LossyFlower):
+    """Of a question that nobody waits for its identity is kept, and no model."""
+    grid = make_grid(flower)
+    flower.loses = is_task
+    replies = exchange(grid)
+    assert {r.message.kind for r in replies} == {FailureKind.DEADLINE}
+    assert grid._late
+    assert not any(hasattr(asked, "task") for asked in grid._late.values())

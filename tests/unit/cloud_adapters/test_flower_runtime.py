@@ -40,6 +40,7 @@ from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from cloud_adapters.flower import (  # noqa: E402
     envelope as flower_envelope,
+    runtime as flower_runtime,
     site as flower_site,
 )
 from cloud_adapters.flower.envelope import Envelope, Parcel  # noqa: E402
@@ -248,6 +249,15 @@ def test_answers_are_confirmed_when_nothing_comes(
     assert link.confirmed == [parcel.tree.object_id]
 
 
+def test_errors_are_in_the_envelope(grid: RuntimeGrid, link: FakeSuperLink):
+    """Flower's own, as that a node is gone, and a site's."""
+    names = grid.push_messages([task_of(10)])
+    parcel = reply_to(link, Error(code=5, reason="gone"), whole=False)
+    link.answer(parcel)
+    (answer,) = grid.pull_messages(names)
+    assert (answer.error.code, answer.error.reason) == (5, "gone")
+
+
 @pytest.mark.parametrize(("spoil", "code"), [("withhold", 3), ("garble", 2)])
 def test_site_that_pushes_nonsense_fails_alone(
     grid: RuntimeGrid, link: FakeSuperLink, spoil: str, code: int
@@ -275,3 +285,9 @@ def test_root_of_the_tree_is_not_believed(grid: RuntimeGrid, link: FakeSuperLink
     link.receive(parcel)
     (answer,) = grid.pull_messages(names)
     assert answer.metadata.reply_to_message_id == names[0]
+
+
+def test_other_grids_stay_as_they_are():
+    """A simulation has no SuperLink."""
+    other: Any = object()
+    assert flower_runtime.over(other) is other

@@ -140,6 +140,14 @@ def test_small_message_needs_no_store(frames: Frames, store: LocalStore):
     assert keys(store) == []
 
 
+def test_small_vectors_stay_in_the_frame(store: LocalStore, scratch: Path):
+    """A request for each of them would cost more."""
+    packed = open_frames(store, scratch).send(task(integers_m=INTEGERS_M[:100]))
+    assert [each.field for each in packed.references] == ["weights_d"]
+    sizes = Sizes(num_floats=D, num_integers=100)
+    assert unpack(open_frames(store, scratch), packed, sizes).site == "a"
+
+
 def test_one_copy_serves_all_sites(frames: Frames, store: LocalStore):
     """Only the frames differ, which name the site and hold what is for it alone."""
     tasks = [task(site, secure=site.encode()) for site in SITES]
@@ -149,6 +157,17 @@ def test_one_copy_serves_all_sites(frames: Frames, store: LocalStore):
     ]
     assert len(keys(store)) == 2  # Weights and integers.
     assert all(key.startswith("model/run-1/1/") for key in keys(store))
+
+
+def test_next_round_has_a_copy_of_its_own(frames: Frames, store: LocalStore):
+    """The same array may hold other values by then."""
+    weights_d = WEIGHTS_D.copy()
+    frames.send(task(weights_d=weights_d))
+    weights_d += 1.0
+    found = unpack(frames, frames.send(task(weights_d=weights_d, round_index=2)))
+    assert isinstance(found, RoundTask)
+    np.testing.assert_array_equal(found.weights_d, weights_d)
+    assert len(keys(store)) == 4
 
 
 def test_another_array_in_the_same_place_is_another_model(frames: Frames):
@@ -426,6 +445,19 @@ def test_finished_rounds_are_removed(frames: Frames, store: LocalStore):
     assert rounds == {("run-1", "10"), ("run-2", "1")}
     frames.end_run(RUN, SITES)
     assert {key.split("/")[1] for key in keys(store)} == {"run-2"}
+
+
+def test_unused_store_is_not_tidied(scratch: Path):
+    """Small models cost no requests."""
+    frames = open_frames(Untouchable(), scratch)
+    frames.send(task(weights_d=WEIGHTS_D[:1], integers_m=INTEGERS_M[:1]))
+    frames.end_rounds(RUN, SITES, before=2)
+
+
+def test_store_needs_a_scratch_folder(store: LocalStore):
+    """There is no good default."""
+    with pytest.raises(ValueError, match="scratch"):
+        Frames(store=store)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from support.tcp_proxy import Fault
 from cloud_adapters.storage.checksums import Crc32c
 from cloud_adapters.storage.gcs.calls import encoded
 from cloud_adapters.storage.gcs.store import GcsStore
+from cloud_adapters.storage.gcs.write import MAX_SESSIONS
 from federation.errors import (
     CorruptObject,
     ObjectChanged,
@@ -67,6 +68,23 @@ def test_session_that_is_gone_is_begun_again(
     assert gcs_line.near.read("key", if_version=info.version) == gcs_line.big
     assert gcs_line.near.stat("key").sha256 is not None
     assert gcs_line.proxy.count("POST") == 2
+
+
+def test_sessions_are_begun_again_so_often_and_no_more(gcs_line: Line):
+    """A service that forgets every one is broken."""
+    gcs_line.proxy.fail("PUT", google_error(410, "gone"), times=100)
+    with pytest.raises(StoreUnavailable, match="put the object again"):
+        gcs_line.far.put("key", [gcs_line.big])
+    assert gcs_line.proxy.count("POST") == MAX_SESSIONS
+    assert list(gcs_line.near.list()) == []
+
+
+def test_session_that_is_gone_with_a_stream(gcs_line: Line):
+    """An upload that cannot be begun again is said to be forgotten."""
+    gcs_line.proxy.fail("PUT", google_error(404, "notFound"), after=2, times=100)
+    with pytest.raises(StoreUnavailable, match="put the object again"):
+        gcs_line.far.put("key", gcs_line.pieces(), if_absent=True)
+    assert list(gcs_line.near.list()) == []
 
 
 def test_upload_that_was_not_begun_ends_no_other(gcs_line: Line):
@@ -212,6 +230,14 @@ def test_answer_that_leaves_out_what_is_needed(gcs_line: Line, lost: str, verb: 
     gcs_line.proxy.fail("GET", fault, times=1000)
     with pytest.raises(StoreUnavailable, match=f"no {lost} in its answer"):
         _ = list(gcs_line.far.list()) if verb == "list" else gcs_line.far.stat("key")
+
+
+def test_answer_that_is_no_object(gcs_line: Line):
+    """JSON of another kind."""
+    fault = tcp_proxy.answer(200, b"[]", "Content-Type: application/json")
+    gcs_line.proxy.fail("GET", fault, times=1000)
+    with pytest.raises(StoreUnavailable, match="not a JSON object"):
+        gcs_line.far.stat("key")
 
 
 PUT_AND_DIE = """

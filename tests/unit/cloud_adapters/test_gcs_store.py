@@ -9,6 +9,7 @@ from pathlib import Path
 import google.auth.exceptions
 import google.oauth2.credentials
 import pytest
+import requests
 from google.auth.credentials import AnonymousCredentials
 from hypothesis import given, strategies as st
 from support import gcs_stores
@@ -97,6 +98,29 @@ def test_foreign_versions_fit_no_object(gcs_store: GcsStore, version: str):
         gcs_store.read("key", if_version=version)
 
 
+def test_listing_goes_over_pages(
+    gcs_server: FakeGcs, gcs_store: GcsStore, monkeypatch: pytest.MonkeyPatch
+):
+    """Callers see one listing."""
+    monkeypatch.setattr(gcs_server, "max_page", 3)
+    names = [f"n{number}" for number in range(8)]
+    for name in names:
+        gcs_store.put(name, [b""])
+    assert [info.key for info in gcs_store.list("n")] == names
+    assert [info.key for info in gcs_store.list(start_after="n4")] == names[5:]
+
+
+def test_listing_passes_over_what_is_no_key(gcs_server: FakeGcs):
+    """Google's console makes "folders" that end in a slash."""
+    bucket = gcs_stores.new_bucket(gcs_server)
+    store = gcs_stores.store(gcs_server, "run", bucket=bucket)
+    store.put("key", [b"x"])
+    url = f"{gcs_server.url}/upload/storage/v1/b/{bucket}/o?uploadType=media"
+    for name in ("run/", "run/a/"):
+        requests.post(url, params={"name": name}, timeout=5).raise_for_status()
+    assert [info.key for info in store.list()] == ["key"]
+
+
 def test_customer_managed_key(gcs_server: FakeGcs):
     """It is named to the service at every way of writing."""
     store = gcs_stores.store(gcs_server, kms_key=KMS_KEY)
@@ -149,6 +173,18 @@ def test_no_permission(verb: Callable[[GcsStore], object]):
             verb(store)
         # One more where a missing object would be refused alike.
         assert len(server.requests) <= 2
+
+
+def test_who_may_only_create():
+    """Creating needs no other permission; losing the race is still told."""
+    with FakeGcs("b") as server:
+        server.allows = lambda permission, *_: permission == "storage.objects.create"
+        store = gcs_stores.store(server, bucket="b")
+        store.put("small", [b"x"], if_absent=True)
+        store.put("large", iter([BIG]), if_absent=True)
+        with pytest.raises(StoreForbidden, match=r"storage\.objects\.delete"):
+            store.put("small", [b"y"], if_absent=True)
+        assert server.content("b", "small") == b"x"
 
 
 class Tokens:

@@ -148,6 +148,20 @@ def test_thousand_sites_answer_in_order(workers: int):
         assert [reply.message.site for reply in replies] == sites
 
 
+def test_order_does_not_follow_speed():
+    """The first task is the slowest, and still the first answer."""
+    done = threading.Barrier(2)
+
+    def answer(task: RoundTask) -> SiteUpdate:
+        if task.site != SITES[2]:
+            done.wait(timeout=PATIENT)  # c and a finish together, b after one of them
+        return sound(task)
+
+    with grid_of(answer, workers=2) as grid:
+        replies = exchange(grid, tasks(), deadline_seconds=PATIENT)
+        assert kinds(list(replies)) == ["c ok", "a ok", "b ok"]
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_at_most_so_many_work_at_once(workers: int):
     """A machine has only so many cores."""
@@ -198,6 +212,16 @@ def test_slow_site_does_not_hold_up_replies_of_quick_ones():
         assert not gate.passed.acquire(blocking=False)  # The slow one is still slow.
         gate.opened.set()
         assert kinds(list(replies)) == ["a ok", "b ok"]
+
+
+def test_slow_receiver_does_not_hold_up_quick_sites():
+    """A turn ends, also if the receiver does not come back."""
+    gate = Gate(SITES[2], seconds=0.0)
+    with grid_of(gate, clock=gate.clock) as grid:
+        grid.send(tasks(), deadline_seconds=PATIENT)
+        assert kinds(list(grid.receive())) == ["c ok"]
+        assert gate.entered.acquire(timeout=PATIENT)
+        gate.opened.set()
 
 
 def test_bytes_of_a_task_are_counted_once():
@@ -319,6 +343,24 @@ def test_deadline_is_of_the_sites_own_time():
         "c ok",
         "a deadline",
         "b ok",
+    ]
+
+
+def test_time_in_the_queue_is_not_the_sites():
+    """Three sites of 3 s on one thread all keep a deadline of 5 s."""
+    clock = VirtualClock()
+
+    def answer(task: RoundTask) -> SiteUpdate:
+        clock.sleep(3)
+        return sound(task)
+
+    with grid_of(answer, clock=clock) as grid:
+        replies = list(exchange(grid, tasks(), deadline_seconds=5.0))
+    assert kinds(replies) == ["c ok", "a ok", "b ok"]
+    assert [(r.asked_seconds, r.answered_seconds) for r in replies] == [
+        (0.0, 3.0),
+        (3.0, 6.0),
+        (6.0, 9.0),
     ]
 
 

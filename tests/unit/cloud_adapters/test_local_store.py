@@ -143,6 +143,18 @@ def test_hidden_folders_have_no_keys(tmp_path: Path, hidden: str):
 
 
 @pytest.mark.slow
+def test_file_size_limit(tmp_path: Path):
+    """A write that the process is not allowed to finish leaves no trace."""
+    command = [sys.executable, "-c", PUT_TWO_MEGABYTES, str(tmp_path), str(MEGABYTE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    error, listing = done.stdout.splitlines()
+    assert error.startswith("OSError cannot write 'a/large' in the folder")
+    assert "ulimit" in error
+    assert listing == "small"
+    assert partial_files(tmp_path) == []
+
+
+@pytest.mark.slow
 def test_full_disk(tmp_path: Path):
     """On a full disk the message says so, and earlier objects stay."""
     mount = f"mount -t tmpfs -o size={MEGABYTE} none {tmp_path}"
@@ -246,6 +258,17 @@ def test_linked_partial_folder_leads_nowhere(tmp_path: Path):
     with pytest.raises(StoreUnavailable, match="symbolic link"):
         LocalStore(root).put("key", [b"x"])
     assert (outside / "precious").exists()
+
+
+def test_strange_files_are_no_objects(tmp_path: Path):
+    """Pipes, and names that are no keys, are passed over."""
+    store = LocalStore(tmp_path)
+    store.put("key", [b"x"])
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "line\nbreak").touch()
+    assert [info.key for info in store.list()] == ["key"]
+    with pytest.raises(ObjectNotFound):
+        store.read("pipe")
 
 
 def test_put_needs_no_second_copy(tmp_path: Path):

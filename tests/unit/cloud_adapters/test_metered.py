@@ -7,7 +7,7 @@ import pytest
 from support.faulty_store import FaultyStore, outage
 
 from cloud_adapters.storage.memory import MemoryStore
-from cloud_adapters.storage.metered import Meter, MeteredStore
+from cloud_adapters.storage.metered import Meter, MeteredStore, way_to
 from cloud_adapters.storage.request_count import carried, note_request
 from federation.clock import VirtualClock
 from federation.errors import ObjectNotFound, StoreUnavailable
@@ -66,6 +66,35 @@ def test_threads_share_a_meter():
         list(pool.map(lambda _: store.read("key"), range(400)))
     (use,) = meter.take()
     assert (use.calls, use.received_bytes) == (400, 4000)
+
+
+def test_conditions_and_metadata_pass():
+    """A metered store is the store that it meters."""
+    store, _ = metered()
+    first = store.put("key", [b"x"], if_absent=True, metadata={"a": "b"})
+    assert store.stat("key") == first
+    assert store.read("key", if_version=first.version) == b"x"
+    assert store.url == "memory://"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "region", "cloud", "where", "expected"),
+    [
+        ("s3", "us-east-1", "aws", "us-east-1", "same region"),
+        ("s3", "us-east-1", "aws", "eu-west-1", "other region"),
+        ("s3", "us-east-1", "gcp", "us-east1", "internet"),
+        ("gs", "us-east1", "gcp", "us-east1", "same region"),
+        ("gs", "us-east1", "aws", "us-east1", "internet"),
+        ("s3", "", "aws", "us-east-1", "unknown"),
+        ("s3", "us-east-1", "aws", "", "unknown"),
+        ("s3", "us-east-1", "", "us-east-1", "unknown"),
+        ("file", "", "aws", "us-east-1", "this machine"),
+    ],
+)
+def test_ways(scheme: str, region: str, cloud: str, where: str, expected: str):
+    """The price depends on whether a cloud or a region is left."""
+    way = way_to(scheme, region, from_cloud=cloud, from_region=where)
+    assert way == expected
 
 
 class Asking(FaultyStore):

@@ -45,6 +45,14 @@ def test_a_wrong_clock_makes_no_notice_longer(
     assert found.seconds == seconds
 
 
+def test_a_recommendation_is_told_once_and_ends_nothing(imds: FakeImds):
+    told: list[str] = []
+    look = Ec2Notices(VirtualClock(AT), told.append)
+    imds.rebalance = True
+    assert [look(), look()] == [None, None]
+    assert told == ["EC2 recommends to replace this machine; it stays for now"]
+
+
 def test_a_token_that_is_refused_is_asked_for_again(imds: FakeImds):
     """It expires after six hours."""
     look = Ec2Notices(VirtualClock(AT), print)
@@ -53,6 +61,13 @@ def test_a_token_that_is_refused_is_asked_for_again(imds: FakeImds):
     look._token = "an old one"  # noqa: S105
     assert look() is None
     assert look() is not None
+
+
+def test_a_body_that_is_no_json_is_still_a_notice(imds: FakeImds):
+    """Whatever stands there, EC2 gives 404 as long as nothing is to happen."""
+    imds.action = {"action": "x"}
+    look = Ec2Notices(VirtualClock(AT), print)
+    assert look() == Notice(seconds=120.0, text="EC2 will x this machine")
 
 
 def test_compute_engine_says_that_it_preempts(monkeypatch: pytest.MonkeyPatch):

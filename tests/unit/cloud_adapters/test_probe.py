@@ -1,14 +1,15 @@
 """Stores that ignore conditions of writes are found before a run relies on them."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from support import s3_server as servers
 
 from cloud_adapters.storage.memory import MemoryStore
-from cloud_adapters.storage.probe import NUM_RACERS, check_conditions_kept
+from cloud_adapters.storage.probe import NUM_RACERS, PREFIX, check_conditions_kept
 from federation.errors import (
     BucketNotFound,
     ObjectChanged,
@@ -113,6 +114,26 @@ def test_what_cannot_be_deleted_is_told():
     """A run removes old checkpoints, and would fill the store."""
     with pytest.raises(StoreUnavailable, match="although it was deleted"):
         check_conditions_kept(Keeping())
+
+
+def test_old_leftovers_of_probes_go():
+    """Not those of a probe that may be under way."""
+
+    times = {f"{PREFIX}old": 1_000.0, f"{PREFIX}new": 9_000.0}
+
+    class Dated(MemoryStore):
+        def list(self, prefix: str = "", *, start_after: str = "") -> Iterator[Any]:
+            for info in super().list(prefix, start_after=start_after):
+                yield replace(info, updated=times.get(info.key, 10_000.0))
+
+        def stat(self, key: str) -> ObjectInfo:
+            return replace(super().stat(key), updated=10_000.0)
+
+    store = Dated()
+    for key in times:
+        store.put(key, [b""])
+    check_conditions_kept(store)
+    assert [info.key for info in store.list()] == [f"{PREFIX}new"]
 
 
 def ignoring(*headers: str, parts: bool) -> Ignores:

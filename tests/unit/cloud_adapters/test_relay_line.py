@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.agents import site_config
 
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.relays import server
 from cloud_adapters.relays.node import GivenAnswer, RelayedNode, knock
 from cloud_adapters.relays.server import CloudServer, LineLimits, server_context
 from cloud_adapters.relays.task_queue import QuestionKind, RelayQuestion, TaskQueue
+from deploy.doctor import relay as doctor_relay
+from deploy.doctor.checks import Check
 from deploy.site_host import relay_certificate
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import SiteError
@@ -123,6 +126,18 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         made.certificate(EAST)
         made.certificate(WEST)
         yield made
+
+
+def test_a_relay_listens_at_an_address_of_ipv6(cloud: Cloud):
+    """Which ``serve.listen`` writes in brackets."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    context = server_context(cloud.authority.pem)
+    serves = CloudServer(cloud.queue, context, host="::1", port=0, clock=CLOCK)
+    with serves.listening() as port:
+        socket.create_connection(("::1", port), timeout=10).close()
 
 
 def test_site_answers_its_relay(cloud: Cloud):
@@ -441,3 +456,32 @@ def test_certificate_of_another_authority_is_refused(cloud: Cloud):
         node.run()
         assert asked.result() is None
     assert "cannot be reached" in said[-1]
+
+
+def doctored(cloud: Cloud, name: str, **tables: Any) -> Check:
+    """What the doctor finds at a site."""
+    config = site_config(cloud.folder, name, certificate=f"{name}.pem", **tables)
+    (found,) = doctor_relay.checks(config)
+    return found
+
+
+def test_doctor_knocks_at_the_relay(cloud: Cloud):
+    """With the certificates that the site would use."""
+    link = {"address": f"127.0.0.1:{cloud.port}", "authority": "relay/ca.crt"}
+    assert doctored(cloud, EAST, relay=link).status == "ok"
+    refused = doctored(cloud, WEST, relay=link)
+    assert (refused.name, refused.status) == ("relay", "problem")
+    assert "not serve this site" in refused.found
+    gone = doctored(cloud, EAST, relay={**link, "address": "127.0.0.1:1"})
+    assert "127.0.0.1:1 cannot be reached" in gone.found
+    (cloud.folder / "other.crt").write_bytes(cloud.authority.pem)
+    other = doctored(cloud, EAST, relay={**link, "authority": "other.crt"})
+    assert "it is the relay" in other.found
+    assert not [*doctor_relay.checks(site_config(cloud.folder, EAST))]
+
+
+def test_doctor_says_whom_a_relay_serves(cloud: Cloud):
+    serve = {"listen": "0.0.0.0:8444", "hosts": ["relay"], "sites": ["a", "b"]}
+    assert (
+        doctored(cloud, "relay-1", serve=serve).found == "serves a, b at 0.0.0.0:8444"
+    )

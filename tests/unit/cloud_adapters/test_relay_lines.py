@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloud_adapters.transport.relay_lines import RelayLines
+from cloud_adapters.transport.relay_lines import RelayLines, fewest_nodes, nodes_of
 from federation.errors import ProtocolError, WireError
 from federation.ids import RunId, SiteId, TaskId
 from federation.messages import (
@@ -219,6 +219,18 @@ def test_relay_is_awaited_until_its_last_task_is_closed(
     assert [reply.task_id for reply in lines.receive()] == [1]
 
 
+@pytest.mark.parametrize("total", [[update(EAST, MODEL)], []], ids=["sum", "none"])
+def test_late_answer_of_a_relay_is_dropped(
+    script: Script, lines: RelayLines, total: Sequence[SiteMessage]
+):
+    """It came when its round had gone on; the lines say nothing of it again."""
+    closed = lines.withdraw([TaskId(0), TaskId(1), TaskId(2)])
+    assert {*script.withdrawn} == {100, 101}
+    assert sum(closed.values()) == 14, "those of a relay's tasks are with one of them"
+    script.say(1, *total, update(A), update(B))
+    assert not lines.receive()
+
+
 def test_site_that_was_not_in_the_handshake_is_not_asked(script: Script):
     """Its relay may reach it by now, also if the aggregator has revoked it."""
     lines = RelayLines(script, {EAST: [A, B]}, absent=[A, C], now=lambda: 7.0)
@@ -272,3 +284,11 @@ def test_frames_of_strangers_are_refused():
     for read in (down_frames_in, answers_in):
         with pytest.raises(ProtocolError, match="without a"):
             read(b"", limit=1)
+
+
+def test_few_nodes_can_be_many_sites():
+    """Of five sites two may be missing: the one without a relay, or a whole cloud."""
+    relays = {EAST: [A, B]}
+    sites = [A, B, C, SiteId("d"), SiteId("e")]
+    assert nodes_of(sites, relays) == {C: 1, "d": 1, "e": 1, EAST: 2}
+    assert [fewest_nodes(sites, relays, n) for n in (5, 4, 3, 2)] == [4, 3, 2, 1]

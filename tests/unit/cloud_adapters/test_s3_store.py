@@ -12,12 +12,17 @@ import pytest
 from support import s3_server as servers
 from support.buckets import quick_retry
 
+from cloud_adapters.storage.retry import Retry
 from cloud_adapters.storage.s3 import upload as s3_upload
 from cloud_adapters.storage.s3.calls import Clients, ServerSideEncryption
 from cloud_adapters.storage.s3.store import S3Store
+from federation.clock import VirtualClock
 from federation.errors import (
     BucketNotFound,
     NotAuthenticated,
+    ObjectChanged,
+    ObjectExists,
+    StoreUnavailable,
 )
 
 pytestmark = pytest.mark.slow
@@ -86,6 +91,20 @@ def test_source_that_fails_late_leaves_no_parts(store: S3Store):
     assert list(store.list()) == []
 
 
+def test_conditional_upload_in_parts(store: S3Store):
+    """Conditions are checked where the upload completes."""
+    first = store.put("key", iter([BIG]), if_absent=True)
+    with pytest.raises(ObjectExists):
+        store.put("key", iter([BIG]), if_absent=True)
+    second = store.put("key", iter([BIG[1:]]), if_version=first.version)
+    for key, version in [("key", first.version), ("other", second.version)]:
+        with pytest.raises(ObjectChanged):
+            store.put(key, iter([BIG]), if_version=version)
+    assert store.stat("key").version == second.version
+    calls = store._calls
+    assert "Uploads" not in calls.client.list_multipart_uploads(Bucket=calls.bucket)
+
+
 def test_parts_grow_so_that_the_largest_object_fits():
     """10,000 parts hold more than 5 TiB, of which 60 GiB need no large buffers."""
     sizes = [s3_upload.part_bytes(n) for n in range(1, s3_upload.MAX_PARTS + 1)]
@@ -93,6 +112,18 @@ def test_parts_grow_so_that_the_largest_object_fits():
     assert max(sizes) <= 5 * 2**30
     assert sum(size for size in sizes if size <= 64 * MIB) > 14 * 2**30
     assert sizes == sorted(sizes)
+
+
+def test_cut_follows_the_sizes_of_parts(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the pieces are, parts are of the sizes that their numbers have."""
+    monkeypatch.setattr(s3_upload, "PART_BYTES", 4)
+    monkeypatch.setattr(s3_upload, "PARTS_OF_ONE_SIZE", 2)
+    content = bytes(range(50))
+    pieces = [content[:1], content[1:1], content[1:30], content[30:]]
+    buffers = s3_upload.Buffers()
+    parts = [bytes(part) for part in s3_upload.cut(pieces, buffers)]
+    assert [len(part) for part in parts] == [4, 4, 8, 8, 16, 10]
+    assert b"".join(parts) == content
 
 
 def test_memory_of_an_upload_is_bounded(monkeypatch: pytest.MonkeyPatch):
@@ -231,6 +262,24 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, s3_server: servers.S3Se
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(NotAuthenticated, match="ProfileNotFound"):
         Clients(endpoint_url=None, region=None)
+
+
+def test_late_attempts_get_little_time():
+    """So that one that hangs ends soon after the deadline of its call."""
+    clients, clock = Clients(endpoint_url=None, region="eu-west-1"), VirtualClock()
+    timeouts = []
+
+    def request(attempt: int) -> None:
+        config = clients.client().meta.config
+        timeouts.append((config.connect_timeout, config.read_timeout))
+        clock.sleep(50)
+        if attempt < 3:
+            raise StoreUnavailable("away", temporary=True)
+
+    Retry(clock=clock, base_seconds=0).call(request)
+    assert timeouts == [(5, 60), (5, 60), (5, 5)]
+    assert clients.client() is clients.patient
+    clients.close()
 
 
 def test_client_waits_and_tries_as_we_decide():

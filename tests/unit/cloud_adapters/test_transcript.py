@@ -1,15 +1,20 @@
 """Transcripts: written as messages pass, and read again with suspicion."""
 
+import gc
 import hashlib
 import json
 import re
+import resource
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import toy
 from support.scripted_grid import ScriptedGrid, reply_to
 
+from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.local.transcript import TranscriptGrid, check_fresh
 from deploy.tools import transcript_bodies, transcript_reader as transcript
 from federation.errors import (
@@ -21,7 +26,9 @@ from federation.errors import (
 )
 from federation.ids import SiteId, TaskId
 from federation.messages import Reply, SiteMessage, Task
+from federation.rounds.coordinator import run_federation
 from federation.rounds.gather import exchange
+from federation.wire import frame as wire
 from privacy.secagg.protocol.messages import Confirms, Decline
 
 TASKS: list[Task] = [toy.task(), toy.secure_task()]
@@ -77,6 +84,13 @@ def rows(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def test_every_message_becomes_its_wire_frame(folder: Path):
+    """In order, byte for byte, in files of their own."""
+    assert names(folder) == [*NAMES, "index.jsonl"]
+    for name, message in zip(NAMES, [*TASKS, *ANSWERS], strict=True):
+        assert (folder / name).read_bytes() == wire.encode_bytes(message)
+
+
 def test_index_tells_of_every_file(folder: Path):
     """Size and digest are the file's."""
     found = rows(folder)
@@ -128,6 +142,22 @@ def test_disk_errors_are_ours(tmp_path: Path):
     assert not (tmp_path / "seen/elsewhere").exists()
 
 
+def test_half_a_frame_is_not_left(tmp_path: Path):
+    """When the disk takes no more; nothing passes that is not written down."""
+    script = Script([toy.update(delta_d=np.zeros(100_000, np.float32))])
+    grid = TranscriptGrid(script, tmp_path / "seen")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(StoreUnavailable, match="File too large"):
+            list(exchange(grid, TASKS, deadline_seconds=1.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(script.withdrawn) == 1
+    assert names(tmp_path / "seen") == [*NAMES[:2], "index.jsonl"]
+    list(transcript.read(tmp_path / "seen"))
+
+
 def test_message_that_cannot_travel_is_not_written(tmp_path: Path):
     """Nor does a site's name lead out of the folder."""
     script = Script([toy.update(SiteId("../../x"))])
@@ -136,6 +166,33 @@ def test_message_that_cannot_travel_is_not_written(tmp_path: Path):
     assert len(script.withdrawn) == 1
     assert names(tmp_path) == ["seen"]
     assert len(rows(tmp_path / "seen")) == len(TASKS)
+
+
+def test_one_update_is_held_at_a_time(tmp_path: Path):
+    """The receiver's copy is the only one, as over the grid below."""
+    script = Script([toy.update(), toy.update()])
+    grid = TranscriptGrid(script, tmp_path / "seen")
+    replies = exchange(grid, TASKS, deadline_seconds=1.0)
+    first = next(replies)
+    seen = weakref.ref(first.message.delta_d)  # type: ignore[union-attr]
+    del first
+    second = next(replies)
+    gc.collect(1)  # All that the test made is young.
+    assert seen() is None
+    assert second.message.site == "c"
+
+
+def test_run_is_the_same_with_a_transcript(tmp_path: Path):
+    """Same weights, and every round's messages in the folder."""
+    expected = toy.Toy(job=toy.job()).run()
+    again = toy.Toy(job=toy.job())
+    with InProcessGrid(again.handlers(), clock=again.clock) as inner:
+        grid = TranscriptGrid(inner, tmp_path / "seen")
+        state = run_federation(again.job, again.parts(grid))
+    assert np.array_equal(state.weights_d, expected.weights_d)
+    found = list(transcript.read(tmp_path / "seen"))
+    trained = [r for r in found if r["kind"] == "update"]
+    assert [r["round"] for r in trained] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 def test_reader_shows_clear_fields_and_opaque_sections(folder: Path):

@@ -113,6 +113,21 @@ def test_the_log_says_once_that_it_is_ready(tmp_path: Path, answers: bool):  # n
     assert ready == ["the aggregator is ready: sites connect to h:1"] * answers
 
 
+def test_the_log_says_how_a_run_ended(tmp_path: Path):
+    """Once, and of no run that another service has started."""
+    told, service = listened(tmp_path)
+    before, run = (RunFolder(tmp_path / "runs" / "a" / n) for n in ("before", "now"))
+    for each in (before, run):
+        run_queue.submit(small_job(), each, at=0.0)
+    run_queue.leave_outcome(before, Outcome(code=0, message="completed"))
+    control: Any = Answering()
+    service._schedule(control)
+    run_queue.leave_outcome(run, Outcome(code=2, message="east refuses"))
+    for _ in range(2):
+        service._schedule(control)
+    assert told == ["run now is started", "run now failed: east refuses"]
+
+
 def test_a_run_that_is_stopped_while_it_waits_has_one_name(tmp_path: Path):
     """In the log, the list of runs and its result: it has not failed."""
     told, service = listened(tmp_path)

@@ -197,3 +197,25 @@ def test_encryption_key_is_for_data_keys_of_objects():
         for name, value in context_of("key").items()
         if name != "key"
     }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["site", "--reads", "s3://data/x", "--writes", "s3://runs/x"], "Statement"),
+        (
+            ["site", "--writes", "s3://runs/x", "--encryption-key", KEY, "--rewraps"],
+            "Statement",
+        ),
+        (["--partition", "aws-cn", "bucket", "s3://runs/x"], "Statement"),
+        (["lifecycle"], "Rules"),
+    ],
+)
+def test_printed_policies_are_json(
+    arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]
+):
+    """As the AWS console and its CLI take them."""
+    assert aws_policies.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed)[name]
+    assert ("arn:aws-cn:s3:::runs" in printed) == ("aws-cn" in arguments)

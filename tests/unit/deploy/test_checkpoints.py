@@ -1,6 +1,7 @@
 """A run's checkpoints are found in its folder or in its bucket."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,9 +9,12 @@ from support import event_samples, secure_runs
 from support.small_jobs import small_job
 
 from aggregator.checkpoint import RunCheckpoints
+from cloud_adapters.keys.key_file import add_key
 from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.tools.checkpoints import CheckpointFindings, examine
+from deploy.wiring import run_store
+from deploy.wiring.encryption import encrypted
 from federation.clock import VirtualClock
 from federation.errors import RunConflict
 from federation.event_log import EventWriter
@@ -92,6 +96,46 @@ def run(tmp_path: Path) -> RunFolder:
     run = begun(tmp_path / "run", small_job(num_sites=2))
     fill(LocalStore(run.path))
     return run
+
+
+@pytest.mark.slow
+def test_bucket_of_a_run(
+    tmp_path: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """A run whose job names a bucket has its checkpoints there."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+    url = f"s3://{s3_server.bucket()}/our/runs"
+    job = small_job(
+        num_sites=2,
+        storage={"url": url, "endpoint": s3_server.url, "region": "us-east-1"},
+    )
+    run = begun(tmp_path / "run", job)
+    run_id = run.run_id()
+    assert run_id is not None
+    fill(run_store.open_bucket(job, run_id))
+    found = look(str(run.path), verify=True)
+    assert found.url == f"{url}/{job.name}/{run_id}"
+    assert rounds(found) == [1, 2, 3]
+    # Of the file only the chunk with the first value is another.
+    assert found.survey.checkpoints[1].shared == 3_104
+    assert rounds(look(str(run.path), keep=1)) == [3]
+    assert look(str(run.path), verify=True).num_damaged == 0
+
+
+def test_encrypted_checkpoints(tmp_path: Path):
+    """They are read with the key of the run's job; a URL alone has none."""
+    add_key(tmp_path / "keys.toml")
+    storage = {"encryption": {"key": f"file:{tmp_path / 'keys.toml'}"}}
+    job = small_job(num_sites=2, storage=storage)
+    run = begun(tmp_path / "run", job)
+    fill(encrypted(job, LocalStore(run.path), run_id=run.run_id() or ""))
+    found = look(str(run.path), verify=True)
+    assert (rounds(found), found.num_damaged) == ([1, 2, 3], 0)
+    assert found.survey.checkpoints[1].shared == 3_104
+    assert look(f"file://{run.path}").num_damaged == 3
+    assert look(f"file://{run.path}", keep=1).num_damaged == 3
+    assert look(str(run.path), verify=True).num_damaged == 0
 
 
 def test_prune_waits_for_a_run_that_goes_on(run: RunFolder):

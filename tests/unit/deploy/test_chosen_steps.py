@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,16 @@ from support.without_report import simulate
 
 from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.site_policy import check_job
+from deploy.cli import job_check
+from deploy.fleet.forecast import measured_speeds
+from deploy.wiring import parts as wiring
+from federation.clock import VirtualClock
 from federation.errors import JobError
 from federation.events import CostPredicted, Event, LocalWorkChosen, RoundFinished
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from monitoring.runs.run_result import RunResult
+from monitoring.views.run_fold import fold
 
 LOW, HIGH, ROUNDS = 2, 64, 40
 LINE = {
@@ -84,3 +90,32 @@ def test_a_site_limits_the_steps_of_a_round(is_auto: bool):  # noqa: FBT001
     check = replace(policy, max_local_steps=HIGH, functions=("*",))
     with pytest.raises(JobError, match="does not accept"):  # Only functions are left.
         check_job(asked, check, SiteId("site-0"))
+
+
+@pytest.mark.slow
+def test_the_forecast_says_what_auto_comes_to(tmp_path: Path):
+    """By stated speeds; and a finished run shows the same speeds."""
+    asked = job(schedule={"training_share": 0.9})
+    tables = [
+        f'[[sites]]\nname = "{site.name}"\ntrain_examples_per_second = 80.0\n'
+        "evaluate_examples_per_second = 80.0\ndown_bytes_per_second = 12500.0\n"
+        "up_bytes_per_second = 12500.0\nlatency_seconds = 0.04\n"
+        for site in asked.sites
+    ]
+    (tmp_path / "speeds.toml").write_text("".join(tables))
+    federation = wiring.build_federation(asked)
+    found = job_check.forecast(federation, VirtualClock(), tmp_path / "speeds.toml")
+    assert found.chosen is not None
+    steps, rounds = found.chosen
+    assert steps * rounds >= LOW * ROUNDS > steps * (rounds - 1)
+    assert f'"auto" comes to {steps} local steps a round, {rounds} rounds' in [
+        *found.lines()
+    ]
+    assert found.document()["chosen_steps"] == steps
+    assert found.trained == pytest.approx(0.9, abs=0.01)
+
+    assert found.traffic is not None
+    _, seen = watched(job(schedule={"max_local_steps": 8}))
+    speeds = measured_speeds(fold(seen), found.traffic)
+    rates = [site.train_examples_per_second for site in speeds.sites]
+    assert rates == pytest.approx([80.0] * 3)

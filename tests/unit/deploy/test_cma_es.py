@@ -50,3 +50,13 @@ def test_it_comes_close_to_the_optimum(sign: int):
     direction = "minimize" if sign == 1 else "maximize"
     study = searched(lambda trial: sign * distance(trial), 80, direction=direction)
     assert sign * study.best_value < 0.15
+
+
+def test_values_are_on_their_steps_and_within_their_ranges():
+    for trial in searched(distance, 30).trials:
+        x, y, z = (trial.params[name] for name in "xyz")
+        assert (x * 4).is_integer()
+        assert -5 <= x <= 5
+        assert 1e-4 <= y <= 1
+        assert z in {1, 3, 5, 7, 9}
+        assert isinstance(z, int)

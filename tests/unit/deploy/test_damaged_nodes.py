@@ -18,7 +18,7 @@ from cloud_adapters.compute.local_files import (
 )
 from deploy.cli import commands
 from deploy.exit_codes import DONE
-from deploy.fleet import reconcile, spec, state
+from deploy.fleet import down, reconcile, spec, state
 from deploy.fleet.reconcile import NodeRole, labels
 from deploy.fleet.spec import DeploymentPlan
 from federation import folder_lock
@@ -94,6 +94,48 @@ def test_a_damaged_node_is_named_beside_the_others(
         rows = {row["id"]: row for row in json.loads(capsys.readouterr().out)}
         assert rows.keys() == {f"{role}-0" for role in ROLES}
         assert "node.json is damaged" in rows[f"{ROLES[1]}-0"]["trouble"]
+
+
+class Ending(SystemClock):
+    """A clock that has nodes end which were asked to.
+
+    Attributes:
+        order: Names of those, as they did.
+    """
+
+    def __init__(self, nodes: Nodes, *, but: str = "") -> None:
+        self.order: list[str] = []
+        self._nodes, self._but, self._skipped = nodes, but, 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self._skipped
+
+    def sleep(self, seconds: float) -> None:
+        self._skipped += seconds
+        if self._but:
+            self._skipped += 60.0
+            (self._nodes.places[self._but] / STOP).unlink(missing_ok=True)
+        self.order += self._nodes.end_asked()
+
+
+@pytest.mark.parametrize("stuck", ["", ROLES[1]])
+def test_a_damaged_node_ends_with_its_deployment(plan: DeploymentPlan, stuck: str):
+    """One that does not end is named."""
+    told: list[str] = []
+    with working(plan) as nodes:
+        nodes.damage(ROLES[1])
+        clock = Ending(nodes, but=stuck)
+        with state.opened(plan, random_bytes=os.urandom, clock=clock) as deployment:
+            deployment.owner = "me"
+            assert f"{ROLES[1]}-0 ({ROLES[1]}-0)" in down.still_running(deployment)
+            if stuck:
+                with pytest.raises(ComputeError, match=f"not within.*{ROLES[1]}-0"):
+                    down.take_down(deployment, any_owner=False, tell=told.append)
+            else:
+                ended = down.take_down(deployment, any_owner=False, tell=told.append)
+                assert ended == 3
+        sites = [each for each in ROLES[1:] if each != stuck]
+        assert clock.order == [*sites, *([ROLES[0]] if not stuck else [])]
 
 
 def test_nothing_is_launched_beside_a_damaged_node(plan: DeploymentPlan):

@@ -1,5 +1,7 @@
 """Which machines a federation runs on, and what their operators decide."""
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,27 @@ def test_a_site_in_a_cluster_costs_what_is_stated(tmp_path: Path):
     prices = spending.budget_prices(plan, now=a_century_later)
     assert prices["site-site-a"] == 1.5
     assert not site.is_movable
+
+
+def test_terraform_prints_what_the_example_needs():
+    """Each key of a machine but its type and market; the page shows the same."""
+    folder = Path(__file__).parents[3]
+    text = (folder / "deploy/terraform/examples/two-clouds/main.tf").read_text()
+    example = (folder / "deploy/examples/two-clouds.toml").read_text()
+    page = (folder / "docs/howto/two-clouds.md").read_text()
+    (shown,) = (
+        block
+        for block in re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+        if "[[sites]]" in block
+    )
+    for site, of_page in zip(
+        tomllib.loads(example)["sites"], tomllib.loads(shown)["sites"], strict=True
+    ):
+        pattern = rf'output "{site["provider"]}_machine" \{{.*?value = \{{(.*?)\n  \}}'
+        printed = re.findall(
+            r"^    (\w+)", re.findall(pattern, text, re.DOTALL)[0], re.MULTILINE
+        )
+        assert (
+            {*printed, "type", "market"} == {*site["machine"]} == {*of_page["machine"]}
+        )
+        assert {"subnets", "identity"} <= {*printed}

@@ -1,5 +1,6 @@
 """``[exchange]``: the same place for all parties, or none."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from deploy.aggregator_host import config as aggregator_file
 from deploy.site_host import config as site_file
 from deploy.wiring import exchange
 from deploy.wiring.exchange import ExchangeSpec
-from federation.errors import JobError
+from deploy.wiring.store_meters import StoreMeters, User
+from federation.clock import VirtualClock
+from federation.errors import CorruptObject, JobError
 from federation.job.storage_job import EncryptionSpec
 from federation.wire import frame as wire
 
@@ -98,3 +101,42 @@ def test_missing_key_of_encryption_is_named(tmp_path: Path):
     )
     with pytest.raises(JobError, match=r"exchange\.encryption\.key"):
         large_update(spec, tmp_path / "scratch")
+
+
+def test_store_is_metered_below_its_encryption(tmp_path: Path):
+    """What is noted is what a cloud bills: the bytes that lie in the bucket."""
+    key_file = tmp_path / "exchange.key"
+    add_key(key_file)
+    place, meters = tmp_path / "store", StoreMeters(VirtualClock())
+    spec = ExchangeSpec(
+        url=f"file://{place}",
+        encryption=EncryptionSpec(key=f"file:{key_file}"),
+        threshold_mb=1,
+    )
+    update = toy.update(delta_d=np.zeros(1 << 19, dtype=np.float32))
+    watch = meters.watch(User(name="one"))
+    with exchange.opened(spec, tmp_path / "scratch", watch=watch) as frames:
+        packed = frames.send(update)
+        (info,) = LocalStore(place).list()
+        frames.discard(wire.decode(packed.frame), packed.references)
+    (used,) = meters.used()
+    assert (used.who, used.url) == ("one", LocalStore(place).url)
+    uses = {use.operation: use for use in used.uses}
+    assert uses["put"].sent_bytes == info.size > update.delta_d.nbytes
+    assert uses["delete"].calls == 1
+
+
+def test_side_that_does_not_decrypt_is_told_what_to_look_at(tmp_path: Path):
+    """Its table differs from that of the others."""
+    key_file = tmp_path / "exchange.key"
+    add_key(key_file)
+    plain = ExchangeSpec(url=f"file://{tmp_path}/store", threshold_mb=1)
+    spec = replace(plain, encryption=EncryptionSpec(key=f"file:{key_file}"))
+    with exchange.opened(spec, tmp_path / "scratch") as frames:
+        packed = frames.send(toy.update(delta_d=np.zeros(1 << 19, dtype=np.float32)))
+    head, sizes = wire.decode(packed.frame), Sizes(num_floats=1 << 19, num_integers=0)
+    with (
+        exchange.opened(plain, tmp_path / "scratch") as frames,
+        pytest.raises(CorruptObject, match="same at all parties"),
+    ):
+        frames.receive(head, packed.references, sizes)

@@ -37,6 +37,7 @@ from federation.errors import (
     ComputeUnavailable,
     JobError,
     NoCapacity,
+    StoreUnavailable,
 )
 
 JOBS = Path(__file__).parents[3] / "jobs"
@@ -698,3 +699,25 @@ def test_a_budget_that_starts_no_machine_of_this_host_is_refused(tmp_path: Path)
     with opened(plan) as deployment, pytest.raises(JobError, match="2 minutes"):
         check_budget(deployment)
     check_start_budget(written(tmp_path, more.format(0.2)), now=1.782e9)
+
+
+class Full(Listing):
+    """A compute service of a host whose disk is full."""
+
+    def nodes(self, _: object) -> list[Node]:
+        raise StoreUnavailable("cannot write stop: No space left on device")
+
+
+def test_a_full_disk_keeps_no_machine_of_a_cloud(tmp_path: Path, told: list[str]):
+    """Nor does one on which nothing can be noted hide that all have ended."""
+    plan, gone = written(tmp_path), node(state=NodeState.GONE)
+    asked = Listing(gone, 9)
+    deployment = Deployment(
+        plan=plan,
+        pools={"aws": asked, "local": Full(gone, 0)},
+        clock=VirtualClock(1.7e9),
+        owner="me",
+    )
+    with pytest.raises(StoreUnavailable, match="No space left"):
+        down.take_down(deployment, any_owner=False, tell=told.append)
+    assert asked.answers < 9

@@ -54,6 +54,18 @@ def test_counts_are_those_of_the_kernel(tmp_path: Path):
     assert (found.cpu_joules, found.has_gpu, found.gpu_share) == ((), False, None)
 
 
+def test_energy_is_measured_where_the_machine_does(tmp_path: Path):
+    """Also when a counter begins again; otherwise a model gives a range."""
+    reader = Machine(machine(tmp_path, busy=0, joules=999_000_000))
+    before = reader.read()
+    machine(tmp_path, busy=100, joules=1_000_000)
+    assert energy(before, reader.read(), 1.0) == ((2.0, 2.0), ("RAPL",))
+    after = replace(REST, cpu_seconds=101.0)  # One of four processors, for a second.
+    ((low, high), methods) = energy(REST, after, 1.0)  # type: ignore[misc]
+    assert (low, high) == pytest.approx((3 * 0.71 + 3.5, 3 * 0.78 + 4.26))
+    assert methods == ("model",)
+
+
 def test_energy_of_a_gpu_that_nothing_measures_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,20 +1,24 @@
 """What a deployment's run will send, take and cost, and what else one could do."""
 
+import tomllib
+from argparse import Namespace
 from dataclasses import replace
 from datetime import date
 from functools import partial
+from pathlib import Path
 
 import pytest
+import tomli_w
 from support.small_jobs import small_job
 from support.without_report import simulate
 
-from deploy.cli import job_check
+from deploy.cli import job_check, terminal
 from deploy.fleet import forecast, plan, plan_prices, prices
 from deploy.fleet.machine_spec import CloudMachine, SiteMachine
 from deploy.fleet.spec import DeploymentFile, StartSpec
 from deploy.wiring import parts
 from federation.clock import VirtualClock
-from federation.errors import JobError
+from federation.errors import JobError, StoreUnavailable
 from federation.events import Event
 from federation.job.spec import JobSpec
 from federation.rounds import cost
@@ -57,6 +61,33 @@ def test_speeds_of_a_run_are_those_that_its_machines_had():
     assert view.finished is not None
     predicted = cost.of_run(traffic, speeds).seconds
     assert predicted == pytest.approx(view.finished.seconds, rel=0.02)
+
+
+def test_alternatives_are_predicted_as_jobs_of_their_own():
+    """Each with its keys set; the job itself comes first."""
+    job = virtual_job()
+    federation = parts.build_federation(job)
+    speeds = cost.machine_speeds(job.simulation.machines)
+    first, *others = plan.alternatives(federation, speeds, SIZES)
+    assert (first.name, dict(first.changes)) == ("as it is", {})
+    found = {one.name: one for one in others}
+    assert set(found) == {
+        "updates in bf16",
+        "both directions in 16 bits",
+        "twice the local steps, half the rounds",
+        "no evaluation until the end",
+    }
+    for one in others:
+        changed = plan.changed(job, one.changes)
+        alone = SIZES(parts.build_federation(changed))
+        assert alone is not None
+        assert one.traffic.of_run() == alone.of_run()
+        assert one.cost == cost.of_run(alone, speeds)
+        assert one.num_bytes < first.num_bytes
+    assert found["twice the local steps, half the rounds"].changes == {
+        "rounds": 2,
+        "training.local_steps": 2 * (job.training.local_steps or 0),
+    }
 
 
 def test_half_the_rounds_train_on_as_many_examples():
@@ -221,6 +252,63 @@ def test_what_stays_in_a_bucket_costs_by_the_month():
     }
     here = plan._predict("here", {}, SIZES(parts.build_federation(small_job())), None)
     assert plan_prices.storage(here, TABLE) is None
+
+
+@pytest.mark.slow
+def test_a_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """As SVG or PNG; another ending is refused, and an error shows no one's code."""
+    from monitoring.pages import plots  # noqa: PLC0415 (imports matplotlib)
+
+    points = {"as it is": (10.0, 2.0), "half": (5.0, 3.0)}
+    for name, head in (("p.svg", b"<?xml"), ("p.png", b"\x89PNG")):
+        plots.write_plan(points, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(head)
+    with pytest.raises(JobError, match=r"must end in .svg or .png"):
+        plots.write_plan(points, tmp_path / "p.jpg")
+    for name in ("no folder/p.svg", "no folder/p.png"):
+        with pytest.raises(
+            StoreUnavailable, match=r"no folder/p\..*name another"
+        ) as no:
+            plots.write_plan(points, tmp_path / name)
+        assert terminal.complain(no.value, Namespace(verbose=False)) == 1
+        assert "site-packages" not in capsys.readouterr().err
+
+
+def test_prices_of_a_day_to_come_are_not_new(tmp_path: Path):
+    """Nobody knows their age: a slip, or a clock that is behind."""
+    text = prices.PACKAGED.read_text()
+    one = text.replace('gpu = "H100"', 'as_of = "2027-06-17"', 1)
+    path = tmp_path / "prices.toml"
+    for slip in (text.replace("2026-", "2027-"), one):
+        path.write_text(slip)
+        told: list[str] = []
+        prices.load(path, today=date(2026, 6, 20), warn=told.append)
+        assert len(told) == 1
+        assert "2027-06-17" in told[0]
+    # East of Greenwich a table may be of the day that begins there first.
+    prices.load(None, today=date(2026, 6, 16), warn=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("machines", 'region = "us-east4"\nmachine = "a3-highgpu-8g"\non_demand = 8'),
+        ("egress", "tiers = [{ dollars = 0.01 }]"),
+        ("transfer", "between_zones = 0.01\nbetween_regions = 0.01"),
+        ("storage", "per_gigabyte_month = 0.01"),
+        ("keys", "per_month = 0.1"),
+    ],
+)
+def test_a_second_price_of_the_same_is_refused(tmp_path: Path, name: str, row: str):
+    """Or the first would count, and a correction below it would not be noticed."""
+    table = tomllib.loads(prices.PACKAGED.read_text())
+    table[name].append({"provider": "gcp"} | tomllib.loads(row))
+    path = tmp_path / "prices.toml"
+    path.write_text(tomli_w.dumps(table))
+    last = len(table[name]) - 1
+    message = rf"{name}\[{last}\]: gcp.* {name}\[{last - 1}\] already"
+    with pytest.raises(JobError, match=message):
+        prices.load(path, today=date(2026, 6, 20), warn=print)
 
 
 def test_a_bucket_is_part_of_what_a_run_costs():

@@ -8,6 +8,7 @@ import tomli_w
 from support.small_jobs import small_job
 
 from deploy.cli import main
+from deploy.fleet import forecast
 from federation.job import job_file
 
 
@@ -42,3 +43,24 @@ def test_a_plan_says_what_the_budget_does_not_count(
     assert main(["plan", str(path), "--json"]) == 0
     (notice,) = json.loads(capsys.readouterr().out)["notices"]
     assert all(x in notice for x in ("max_dollars = 7", "traffic", "NAT", "disks"))
+
+
+@pytest.mark.slow
+def test_a_simulated_run_shows_speeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """They are kept for later plans, whose prices come from the deployment."""
+    file, run = str(deployed(tmp_path, "site-0", "site-1")), str(tmp_path / "run")
+    assert main(["simulate", str(tmp_path / "job.toml"), "--out", run]) == 0
+    capsys.readouterr()
+    assert main(["plan", file, "--like", run, "--json"]) == 0
+    own, *_ = json.loads(capsys.readouterr().out)["alternatives"]
+    assert own["seconds"] > 0
+    machines = own["dollars"]["machines"]
+    assert machines == pytest.approx(2 * 36.0 * own["seconds"] / 3600)
+    path = tmp_path / "deployments" / "fed" / forecast.SPEEDS
+    assert forecast.load_speeds(path).sites
+    assert main(["plan", file, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["alternatives"][0] == own
+    assert main(["plan", file, "--like", run, "--speeds", str(path)]) == 2
+    assert "give one of --speeds and --like" in capsys.readouterr().err

@@ -1,12 +1,43 @@
 """The alert rules and the dashboard know the metrics that there are."""
 
+import json
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.registry import CollectorRegistry
+from support import event_samples
+from support.event_samples import Script
 from support.programs import program
 
+from federation.event_log import EventWriter
+from federation.messages import FailureKind
+from monitoring.runs.run_folder import RunFolder
+from monitoring.web.run_metrics import RunsCollector
+
 FILES = Path(__file__).parents[3] / "deploy" / "prometheus"
+NAME = re.compile(r"crossfed_\w+")
+
+
+def test_every_metric_that_the_files_name_exists(tmp_path: Path) -> None:
+    """A rule about a metric that was renamed would never fire."""
+    run = RunFolder(tmp_path)
+    failures = ((2, event_samples.TWO_SITES[0], FailureKind.CRASHED),)
+    with EventWriter(run.events) as log:
+        for event in event_samples.run(Script(epsilon_cap=8.0, failures=failures)):
+            log(event)
+    registry = CollectorRegistry()
+    registry.register(RunsCollector(lambda: [run]))
+    text = generate_latest(registry).decode()
+    there = {line.partition("{")[0] for line in text.splitlines()}
+    dashboard = json.loads((FILES / "dashboard.json").read_text())
+    asked = {e["expr"] for panel in dashboard["panels"] for e in panel["targets"]}
+    asked |= set((FILES / "alerts.yml").read_text().splitlines())
+    named = {name for text in asked for name in NAME.findall(text)}
+    assert len(named) > 8
+    assert named <= there
 
 
 @pytest.mark.slow

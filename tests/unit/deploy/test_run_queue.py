@@ -10,7 +10,7 @@ from support import event_samples
 from support.small_jobs import small_job
 
 from cloud_adapters.flower.facts import FlowerRun
-from deploy.aggregator_host import run_queue
+from deploy.aggregator_host import run_list as runs, run_queue
 from deploy.aggregator_host.run_queue import (
     CoordinatorStart,
     FolderInUse,
@@ -28,7 +28,7 @@ from federation.errors import (
     is_full,
 )
 from federation.event_log import to_line
-from federation.events import RoundFinished, RunStarted
+from federation.events import RoundFinished, RunFinished, RunStarted
 from monitoring.runs.run_folder import REQUEST, RunFolder
 
 RUNNING = FlowerRun(is_over=False, status="running")
@@ -237,6 +237,32 @@ def test_repeated_rounds_are_no_progress(tmp_path: Path):
     (action,) = run_queue.decide([one], {7: OVER})
     assert isinstance(action, CoordinatorStart)
     assert action.fruitless == 1
+
+
+def test_status_tells_what_a_coordinator_is_at(tmp_path: Path):
+    """In ``ps`` and ``runs``: a run that the service resumes is not interrupted."""
+
+    def status() -> str:
+        (one,) = run_queue.handed_over(tmp_path).runs
+        if run.exists():
+            assert runs.summary(run)["status"] == one.status
+        return one.status
+
+    run = handed(tmp_path, "a", 1.0)
+    assert status() == "waiting"
+    started(tmp_path, 7, fruitless=1)
+    assert status() == "waiting"  # For its coordinator, and then for its sites.
+    finish_rounds(run, 2)
+    assert status() == "running"
+    *_, end = event_samples.two_sites(2)
+    assert isinstance(end, RunFinished)
+    for ended, expected in (("interrupted", "running"), ("completed", "finishing")):
+        finish_rounds(run, 2)
+        with run.events.open("a") as events:
+            events.write(f"{to_line(replace(end, status=ended))}\n")
+        assert status() == expected
+    run_queue.leave_outcome(run, Outcome(code=0, message=""))
+    assert status() == "completed"
 
 
 def test_a_folder_holds_one_run(tmp_path: Path):

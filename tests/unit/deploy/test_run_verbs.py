@@ -34,6 +34,34 @@ def test_line_of_a_killed_writer_is_not_taken_for_the_next(tmp_path: Path):
     assert list(lines) == [b"third"]
 
 
+def test_run_that_has_not_begun_says_what_it_waits_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Once for each reason."""
+    job = small_job()
+    first, second = (RunFolder(tmp_path / job.name / name) for name in ("one", "two"))
+    for at, run in enumerate((first, second)):
+        run_queue.submit(job, run, at=float(at))
+
+    class Acts(VirtualClock):
+        """Ends the first run, and later the second."""
+
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            looks = round(self.monotonic() / run_verbs.START_LOOK_SECONDS)
+            if looks in {2, 4}:
+                ended = {2: first, 4: second}[looks]
+                run_queue.leave_outcome(ended, run_queue.Outcome(code=0, message=""))
+
+    config = aggregator_file.load(aggregator_toml(tmp_path))
+    run_verbs._await_start(second, config, Acts(0.0))
+    sites = ", ".join(site.name for site in job.sites)
+    assert capsys.readouterr().err.splitlines() == [
+        f"crossfed: run two waits for a slot at {sites} (run one)",
+        "crossfed: run two waits for its coordinator, and then for its sites",
+    ]
+
+
 def test_run_whose_sites_are_missing_names_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -173,6 +201,46 @@ def test_run_that_is_damaged_is_said_to_be_left_alone(tmp_path: Path):
     found = run_verbs._waits_for(run, run_queue.handed_over(tmp_path), config, 0.0)
     assert found.startswith("run one is not started: ")
     assert "coordinator.json is damaged" in found
+
+
+class Interrupted(VirtualClock):
+    """A clock whose user presses Ctrl-C as soon as it waits."""
+
+    def __init__(self, run: RunFolder, outcome: run_queue.Outcome | None) -> None:
+        super().__init__(0.0)
+        self._run, self._outcome = run, outcome
+
+    def sleep(self, _seconds: float) -> None:
+        if self._outcome is not None:
+            run_queue.leave_outcome(self._run, self._outcome)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("aggregator.toml", "crossfed watch one"),
+        ("my fed/a.toml", "crossfed watch one --aggregator 'my fed/a.toml'"),
+    ],
+)
+def test_who_stops_watching_is_told_how_to_go_on(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    command: str,
+):
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).touch()
+    run = RunFolder(tmp_path / "small" / "one")
+    run_queue.submit(small_job(), run, at=0.0)
+    options = argparse.Namespace(
+        aggregator=Path(name), clock=Interrupted(run, None), json=False
+    )
+    assert run_verbs.follow(options, run) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"crossfed: the run continues; see it with: {command}"
 
 
 def test_a_damaged_log_is_shown_as_far_as_it_is_whole(

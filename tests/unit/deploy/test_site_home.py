@@ -1,5 +1,6 @@
 """``[home]`` of ``site.toml``, and the tools that know of it."""
 
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from support.enrolments import Federation
 
 from cloud_adapters.keys.key_file import add_key
+from deploy.cli import commands as cli
 from deploy.doctor import home as doctor_home
 from deploy.site_host import config as site_file
 from deploy.site_host.config import SiteConfig
@@ -165,3 +167,25 @@ def test_tools_read_the_newest_copy(tmp_path: Path):
         assert config.identity.read_bytes() == first.identity.read_bytes()
     assert not config.folder.exists()
     assert told[0].startswith(f"read from file://{tmp_path}/home, which ")
+
+
+@pytest.mark.slow
+def test_doctor_says_who_holds_the_home(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    first = local_site(tmp_path)
+    (check,) = doctor_home.checks(first)
+    assert check.found.endswith("empty until the agent is started")
+    told: list[str] = []
+    with entered(first, departure=Departure(), clock=CLOCK, listener=told.append):
+        (check,) = doctor_home.checks(first)
+        assert "it is held by " in check.found
+    second = second_machine(first, tmp_path)
+    cli.main(["doctor", "--site", str(second.folder / "site.toml"), "--json"])
+    checks = {c["name"]: c for c in json.loads(capsys.readouterr().out)["checks"]}
+    assert "was last held by " in checks["home"]["found"]
+    assert checks["identity"]["found"].startswith("in the home: crossfed site up")
+    assert "node key" not in checks
+    (tmp_path / "home.key").unlink()
+    (check,) = doctor_home.checks(second)
+    assert check.status == "problem"

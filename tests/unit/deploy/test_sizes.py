@@ -129,6 +129,24 @@ def test_a_change_beyond_the_budget_is_not_made(tmp_path: Path):
     assert ours.wanted(plan, run.view().first_started_at) == plan
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ('"g5.2xlarge"\n[sites.home]', '"m5.large"\n[sites.home]', "sizes"),
+        ('url = "file:', '# "', "home.url"),
+        ('provider = "aws"', 'provider = "aws"\ndollars_per_hour = 1.0', "dollars"),
+    ],
+)
+def test_sizes_that_a_site_could_not_move_between_are_refused(
+    plan: DeploymentPlan, old: str, new: str, key: str
+):
+    text = plan.path.read_text()
+    assert old in text
+    plan.path.write_text(text.replace(old, new, 1))
+    with pytest.raises(JobError, match=rf"sites\[0\]\.{key}"):
+        spec.load(plan.path)
+
+
 MORE = """
 identity = "p"
 role = "arn:aws:iam::123456789012:role/r"

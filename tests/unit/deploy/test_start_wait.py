@@ -153,6 +153,21 @@ def test_machines_that_run_do_not_wait(
     assert (Waited(plan, cloud).hours > 7.0) == waits
 
 
+@pytest.mark.slow
+def test_all_conditions_must_hold_at_once(tmp_path: Path):
+    """The window counts also when the others no longer do."""
+    start = (
+        'window = "20:00-22:00 UTC", max_spot_dollars_per_hour = 0.01, '
+        "at_latest_hours = 1"
+    )
+    waited = Waited(written(tmp_path, start))
+    assert waited.hours == pytest.approx(8.0, abs=0.1)
+    first, second = waited.told
+    assert "start.window: it opens" in first
+    assert "start.max_spot_dollars_per_hour: a spot" in first
+    assert "max_spot" not in second
+
+
 def test_a_wait_that_was_interrupted_goes_on(tmp_path: Path):
     """It counts from the first command, until machines may start or crossfed down."""
     start = "max_spot_dollars_per_hour = 0.01, at_latest_hours = 6"
@@ -203,3 +218,21 @@ def test_a_command_that_is_killed_before_its_machines_run_has_started_nothing(
     assert "began to wait 6.5 h ago" in told[0]
     assert not [*plan.folder.parent.glob("*start*"), *plan.folder.glob("start*")]
     assert begin(is_killed=False)[0] == pytest.approx(6.0, abs=0.1)
+
+
+def test_a_wait_begins_anew_under_other_conditions_or_after_down(tmp_path: Path):
+    """And not with a time to come, where the clock was set back."""
+    start = "max_spot_dollars_per_hour = 0.01, at_latest_hours = {}"
+    plan, told = written(tmp_path, start.format(6)), list[str]()
+    for folder in (False, True):
+        if folder:
+            plan.folder.mkdir(parents=True)
+        assert start_wait.first_asked(plan, 100.0, told.append) == 100.0
+        assert start_wait.first_asked(plan, 90.0, told.append) == 90.0
+        assert start_wait.first_asked(plan, 110.0, told.append) == 90.0
+        other = written(tmp_path, start.format(7))
+        assert start_wait.first_asked(other, 120.0, told.append) == 120.0
+        start_wait.forget_wait(plan)
+        assert start_wait.first_asked(plan, 130.0, told.append) == 130.0
+        start_wait.forget_wait(plan)
+    assert not [*plan.folder.parent.glob("*start*")]

@@ -7,6 +7,7 @@ import pytest
 from cloud_adapters.compute.pool import Node, NodeState
 from deploy.fleet.boot_status import Starts
 from federation.clock import VirtualClock
+from federation.errors import ComputeUnavailable
 
 ROLE = "site-a"
 FAILED = "pip: no such version\ncrossfed: the site was not started: line 9 failed"
@@ -106,6 +107,29 @@ def test_no_more_are_launched_after_three_that_say_that_they_failed(
     assert "no more are launched" in machines.told[-1]
 
 
+def test_a_console_that_cannot_be_read_stops_nothing():
+    """That is said once."""
+    told: list[str] = []
+
+    def refuse(_: Node) -> str:
+        raise ComputeUnavailable("cannot read the console of i-1")
+
+    clock = VirtualClock()
+    starts = Starts(refuse, role="role", clock=clock, tell=told.append)
+    node = Node(
+        id="i-1",
+        name=ROLE,
+        state=NodeState.STARTING,
+        labels={},
+        machine="m5.large",
+        launched=0.0,
+    )
+    for _ in range(2):
+        starts.look([node])
+        clock.sleep(20.0)
+    assert told == [f"{ROLE}: cannot read the console of i-1"]
+
+
 CONNECTED = "crossfed: connected to a.example:8443 as node 7\n"
 
 
@@ -162,3 +186,25 @@ def test_a_pod_that_ends_with_0_again_and_again_is_given_up(pods: Pods, log: str
         assert not pods.starts.is_given_up(ROLE)
         pods.end(failed=False, finished=True, log=log)
     assert pods.starts.is_given_up(ROLE)
+
+
+def test_a_pod_that_fails_before_anyone_looks_counts(pods: Pods):
+    """Only if this command launched it: a cluster lists those of before for a day."""
+    gone = Node(
+        id="old",
+        name=ROLE,
+        state=NodeState.GONE,
+        labels={"role": ROLE},
+        launched=pods.clock.now(),
+        failed=True,
+        trouble="its program ended with 3 (Error)",
+    )
+    pods.logs = dict.fromkeys(("old", "new"), "no module named x")
+    pods.look(gone)
+    assert pods.starts.failed == {}
+    pods.look(gone, replace(gone, id="new"))
+    assert pods.starts.failed == {ROLE: 1}
+    (line,) = pods.told
+    assert "new could not start" in line
+    assert "(its program ended with 3 (Error))" in line
+    assert "no module named x" in line

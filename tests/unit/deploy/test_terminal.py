@@ -2,12 +2,16 @@
 
 import argparse
 import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
 
 import pytest
+import safetensors.torch
 
 from deploy import service_log
 from deploy.cli import terminal
-from federation.errors import FederationError
+from federation.errors import FederationError, JobError
 
 
 def test_what_others_send_begins_no_line_of_a_log(
@@ -37,3 +41,40 @@ def test_no_message_controls_a_terminal(capsys: pytest.CaptureFixture[str]):
     assert err == "crossfed: a [2J b\n\tc \ncrossfed: node  1m\n"
     assert "\x1b" not in out
     assert "x [2Jy" in out
+
+
+def _no_file(folder: Path) -> object:
+    file = folder / "damaged.safetensors"
+    file.write_bytes(b"\xff" * 100)
+    return safetensors.torch.load_file(file)
+
+
+def _no_class(_: Path) -> object:
+    import sklearn.utils  # noqa: PLC0415 (a second to import)
+
+    return sklearn.utils.check_X_y([[0.0]], [0.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [(_no_file, "never"), (_no_class, "always")],
+    ids=["ours", "theirs"],
+)
+def test_lines_of_a_library_that_only_we_call_are_not_shown(
+    call: Callable[[Path], object],
+    shown: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    """They say nothing to a user; a library that a job may name is another matter."""
+    with pytest.raises(Exception, match=r".+") as caught:
+        call(tmp_path)
+    theirs: TracebackType | None = caught.tb
+    while theirs and theirs.tb_frame.f_globals["__name__"] == __name__:
+        theirs = theirs.tb_next  # Without this module, which would pass for a user's.
+    error = JobError("ends here", key="rounds")
+    error.__cause__ = caught.value.with_traceback(theirs)
+    terminal.complain(error, argparse.Namespace(verbose=False, job="job.toml"))
+    said = capsys.readouterr().err
+    assert said.startswith("crossfed: job.toml: rounds: ends here\n")
+    assert ("File" in said) is (shown == "always")

@@ -9,6 +9,7 @@ from support import agents
 from support.agents import consortium
 from support.small_jobs import small_job
 
+from clients.models.tokenizers import note_tokenizer, noted_tokenizers, notice
 from deploy.site_host import data as site_data
 from deploy.site_host.config import AggregatorSpec, LocalDataSpec, SiteFile
 from deploy.wiring import job_data, parts as wiring
@@ -109,3 +110,22 @@ def test_tokenizers_are_a_part_of_the_job():
     with pytest.raises(JobError, match="not a digest of 64") as found:
         job_of([], named=[OURS, "bert-base-uncased"])
     assert found.value.key == "model.tokenizers[1]"
+
+
+def test_only_what_is_loaded_meanwhile_is_noted():
+    """A collection around another one has what is loaded in both."""
+    note_tokenizer(OTHER)
+    with noted_tokenizers() as outer:
+        note_tokenizer(OURS)
+        with noted_tokenizers() as inner:
+            note_tokenizer(THEIRS)
+    assert (outer, inner) == ([OURS, THEIRS], [THEIRS])
+
+
+def test_a_job_that_allows_any_is_advised_to_name_them():
+    with noted_tokenizers() as loaded:
+        wiring.deal_data(job_of([OURS], [OURS]))
+    said = notice(job_of([OURS], [OURS]), loaded)
+    assert said.endswith(f'set model.tokenizers = ["{OURS}"]')
+    assert notice(job_of([], named=[OURS]), loaded) == ""
+    assert notice(job_of([]), []) == ""

@@ -15,6 +15,7 @@ from deploy.aggregator_host import (
     monitor_process,
     newcomers,
     owners,
+    run_notes,
     run_queue,
 )
 from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile, QueueSpec
@@ -33,8 +34,9 @@ from deploy.aggregator_host.run_queue import (
 )
 from deploy.aggregator_host.scheduler import Plan
 from federation.errors import CorruptObject, JobError
-from federation.event_log import to_line
+from federation.event_log import EventWriter, to_line
 from federation.events import (
+    ModelEvaluated,
     RoundFinished,
     RunFinished,
     RunStarted,
@@ -273,6 +275,35 @@ def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
         == "a quota that allows it: owner 'ann' has used 2 of 1.5 site-hours (quota "
         "site_hours)"
     )
+
+
+def test_progress_is_read_on_from_look_to_look(tmp_path: Path):
+    """Repeated rounds count; a log that is another one is read anew."""
+    log, events = tmp_path / "events.jsonl", event_samples.resumed()
+    assert run_notes.read(log).events == []
+    for event in events:
+        with EventWriter(log) as write:
+            write(event)
+        found = run_notes.read(log)
+    ends = [e for e in events if isinstance(e, RoundFinished)]
+    evaluated = [e for e in events if isinstance(e, ModelEvaluated)]
+    alone = sum(sum(e.bytes_up) + sum(e.bytes_down) for e in evaluated)
+    assert found.num_bytes == alone + sum(e.bytes_up + e.bytes_down for e in ends)
+    assert found.loss == pytest.approx(evaluated[-1].pooled.loss)
+    assert not found.is_noisy
+    noised = tmp_path / "noised.jsonl"
+    with EventWriter(noised) as write:
+        for event in event_samples.private(3):
+            write(event)
+    assert run_notes.read(noised).is_noisy
+    done = [e for e in found.events if isinstance(e, RoundFinished)]
+    assert [e.round_index for e in done] == [e.round_index for e in ends]
+    assert {e.asked for e in done} == {()}
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*lines[:4], b"{torn\n", *lines[4:-1], lines[-1][:9]]))
+    assert len(run_notes.read(log).events) in {len(found.events), len(found.events) - 1}
+    log.unlink()
+    assert run_notes.read(log).events == []
 
 
 def test_dollars_are_time_and_bytes_at_the_prices_that_are_stated(tmp_path: Path):

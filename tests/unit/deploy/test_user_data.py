@@ -120,6 +120,25 @@ def test_the_machine_enrols_before_it_starts(kind: str):
     assert script.index(enrols) < script.index("systemctl enable --now crossfed-site")
 
 
+@pytest.mark.slow
+def test_systemd_reads_the_command_of_a_machine(tmp_path: Path):
+    """With quotes and percent signs in the name of an organisation."""
+    program = programs.program("systemd-analyze")
+    found = files(RELEASES["https"])
+    unit = tmp_path / "crossfed-enrol.service"
+    text = found["/etc/systemd/system/crossfed-enrol.service"]
+    more = found["/etc/systemd/system/crossfed-enrol.service.d/machine.conf"]
+    unit.write_text((text + more).replace("/opt/crossfed/bin/crossfed", "/bin/true"))
+    done = subprocess.run(
+        [program, "verify", "--man=no", "--recursive-errors=no", unit],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert unit.name not in done.stdout + done.stderr
+
+
 def test_yaml_reads_every_character():
     """Cloud-init reads YAML, which knows no characters in two halves."""
     said = 'a "🏥🔬" \\ud83d\\udd2c ü \u2028 \\'

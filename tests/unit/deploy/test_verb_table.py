@@ -85,3 +85,18 @@ def test_new_project_trains_and_passes_its_test(
     assert crossfed.load_job(folder / "job.toml").name == "my-federation"
     monkeypatch.chdir(tmp_path)  # The job names its code by file: any folder will do.
     runpy.run_path(str(folder / "test_work.py"))["test_the_federation_learns"]()
+
+
+@pytest.mark.parametrize("name", ["No Name", "a" * 65, "full", "full/thesis.txt/x"])
+def test_new_project_that_cannot_be(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A name that no job may have, or a folder with somebody's work."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["new", str(tmp_path / name)]) == 2
+    assert sorted(tmp_path.rglob("*")) == before
+    err = capsys.readouterr().err
+    assert name in err
+    assert "traceback" not in err

@@ -11,6 +11,8 @@ import pytest
 from support import toy
 from support.scripted_grid import ScriptedGrid, reply_to
 
+from cloud_adapters.local.faults import FaultInjector
+from federation.clock import VirtualClock
 from federation.errors import (
     BudgetExceeded,
     CorruptObject,
@@ -188,6 +190,58 @@ def test_bytes_are_exact():
     assert all(up > 0 for up in last.bytes_up)
 
 
+def test_bytes_of_duplicates_and_failures_are_counted():
+    """What was sent twice was paid for twice; the task was sent once."""
+    job = toy.job(
+        quorum(2)
+        | {
+            "rounds": 1,
+            "simulation": {
+                "faults": [
+                    {"site": "a", "kind": "duplicate"},
+                    {"site": "b", "kind": "nan"},
+                ]
+            },
+        }
+    )
+    faults = FaultInjector(job.simulation.faults, clock=VirtualClock(), seed=0)
+    run = toy.Toy(job=job, fault=faults)
+    run.run()
+    (finished,) = run.told(RoundFinished)
+    reports = [*run.told(SiteAnswered), *run.told(SiteFailed)]
+    assert len(reports) == 4
+    assert finished.bytes_down == 3 * wire.encoded_size(toy.task(C, evaluate=True))
+    assert finished.bytes_down == sum(report.bytes_down for report in reports)
+    assert finished.bytes_up == sum(report.bytes_up for report in reports)
+    assert finished.failed == (("duplicate", 1), ("not_finite", 1))
+
+
+def test_tasks_cannot_be_written_to():
+    """A site in the same process must not train the server's own weights."""
+    seen: list[RoundTask] = []
+
+    def spy(
+        task: RoundTask, answer: Callable[[], SiteMessage]
+    ) -> Sequence[SiteMessage]:
+        seen.append(task)
+        return (answer(),)
+
+    toy.Toy(job=toy.job(), fault=spy).run()
+    assert len(seen) == 4 * 3
+    assert not any(task.weights_d.flags.writeable for task in seen)
+    assert not any(task.integers_m.flags.writeable for task in seen)
+
+
+def test_weights_of_the_cohort():
+    """Each site counts what the job says."""
+    job = toy.job({"rounds": 1})
+    run = toy.Toy(job=job)
+    run.run()
+    weights = {event.site: event.weight for event in run.told(SiteAnswered)}
+    expected = {s: toy.QuadraticTrainer(s, job)._num_examples for s in toy.SITES}
+    assert weights == expected
+
+
 # Evaluation.
 
 
@@ -200,6 +254,15 @@ def test_evaluation_every_so_many_rounds(every: int, expected: list[int]):
     run = toy.Toy(job=toy.job({"rounds": 5, "evaluation": {"every": every}}))
     run.run()
     assert [event.round_index for event in run.told(ModelEvaluated)] == expected
+
+
+def test_dynamic_weights_evaluate_after_training():
+    """They compare before and after."""
+    job = toy.job({"rounds": 1, "aggregation": {"weights": "dynamic"}})
+    run = toy.Toy(job=job)
+    run.run()
+    assert len(run.told(SiteAnswered)) == 3
+    assert run.told(SiteFailed) == []
 
 
 # Misfortune.
@@ -447,6 +510,16 @@ def test_resumed_at_every_round_is_the_same_run(optimizer: str):
     assert same(toy.Toy(job=job, **faults).run(), in_pieces(toy.Toy(job=job, **faults)))
 
 
+def test_stop_request_ends_the_run_after_its_round():
+    """With a checkpoint and without an evaluation of its own."""
+    run = toy.Toy(job=toy.job())
+    run.stop_requested = lambda: bool(run.told(RoundFinished))
+    state = run.run()
+    (finished,) = run.told(RunFinished)
+    assert (state.round_index, finished.status, finished.message) == (1, "stopped", "")
+    assert [event.round_index for event in run.told(ModelEvaluated)] == [0]
+
+
 def test_completed_run_is_only_evaluated_again():
     """No round is run twice."""
     run = toy.Toy(job=toy.job())
@@ -507,6 +580,21 @@ def test_keyboard_interrupt_is_a_stop():
 
 
 # Cohorts.
+
+
+def test_only_the_cohort_is_asked():
+    """And all sites evaluate the final model."""
+    job = toy.job({"rounds": 6, "schedule": {"sites_per_round": 2}})
+    run = toy.Toy(job=job)
+    run.run()
+    cohorts = [event.cohort for event in run.told(RoundStarted)]
+    assert {len(cohort) for cohort in cohorts} == {2}
+    assert len(set(cohorts)) > 1
+    assert [e.asked for e in run.told(RoundFinished)] == cohorts
+    answered = [(e.round_index, e.site) for e in run.told(SiteAnswered)]
+    asked = [(r, site) for r, cohort in enumerate(cohorts, 1) for site in cohort]
+    assert answered == asked
+    assert run.told(ModelEvaluated)[-1].sites == toy.SITES
 
 
 # Memory and strange grids.

@@ -81,6 +81,29 @@ def test_torn_last_line_is_left_out(cut: int, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize(
+    ("end", "expected"),
+    [('{"event": "War', 2), (to_line(WARNED), 3), ('{"event": "' + 200_000 * "x", 2)],
+    ids=["torn", "whole", "longer than a block"],
+)
+def test_append_starts_on_a_fresh_line(tmp_path: Path, end: str, expected: int):
+    """A resumed writer removes a torn line and finishes a whole one."""
+    path = tmp_path / "events.jsonl"
+    path.write_text(to_line(WARNED) + "\n" + end)
+    _write(path, WARNED)
+    assert [WARNED] * expected == read_events(path)
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_newer_kinds_and_fields_are_passed_over(tmp_path: Path):
+    """A log of a newer version can be read as far as this one understands it."""
+    path = tmp_path / "events.jsonl"
+    newer = {**json.loads(to_line(WARNED)), "severity": {"level": 3}}
+    lines = [{"event": "PrivacySpent", "epsilon": 1.0}, newer]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_events(path) == [WARNED]
+
+
+@pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("{", "Expecting property name"),

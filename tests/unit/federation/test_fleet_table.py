@@ -10,7 +10,7 @@ from support import toy
 
 from cloud_adapters.local.virtual_grid import KnownAbsences
 from federation.errors import JobError
-from federation.job import job_file
+from federation.job import job_digest, job_file
 
 
 def job_of(fleet: dict[str, Any], **tables: Any):
@@ -35,6 +35,13 @@ def test_sites_are_drawn_about_their_medians_and_always_the_same():
     assert {machine.away_share for machine in machines} == {0.2}
     assert job_of(FLEET) == job
     assert job_of(FLEET, seed=8).simulation != job.simulation
+
+
+def test_fleet_is_only_a_short_form():
+    job = job_of(FLEET | {"sites": 3})
+    again = job_file.parse(job_file.document(job))
+    assert again == job
+    assert job_digest.digest(again) == job_digest.digest(job)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from support import toy
 
 from federation.errors import JobError
 from federation.job import job_file
+from federation.job.spec import JobSpec
 
 TOML = """
 name = "toy"
@@ -371,6 +372,15 @@ def test_override(path: Path, override: str, expected: dict[str, Any]):
     assert overridden(path, override) == toy.merged(before, expected)
 
 
+def test_overrides_in_a_list_of_tables(path: Path):
+    """Entries count from 0."""
+    sites = overridden(path, "sites.1.name=z", "sites.1.cloud=aws")["sites"]
+    assert [(site["name"], site["cloud"]) for site in sites] == [
+        ("a", "local"),
+        ("z", "aws"),
+    ]
+
+
 @pytest.mark.parametrize(
     "override", ["sites.0=", "sites.0.region=", "seed=", "x.y.z=", "data.nothing.x="]
 )
@@ -452,6 +462,17 @@ def test_document_and_back(changes: dict[str, Any]):
     """A job is the same after it was spelled out."""
     job = toy.job(changes)
     assert job_file.parse(job_file.document(job)) == job
+
+
+def test_document_spells_out_every_default():
+    """Only what has no value is left out."""
+    document = job_file.document(toy.job())
+    assert set(document) == set(JobSpec.__dataclass_fields__) - {
+        "selection",
+        "statistics",
+    }
+    assert document["training"]["optimizer"]["betas"] == [0.9, 0.999]
+    assert "clip_grad_norm" not in document["training"]
 
 
 def test_differences_name_the_keys():

@@ -198,3 +198,12 @@ def test_a_caller_may_withdraw_or_wait_for_some_time_only():
     assert not grid.receive()
     assert len(inner.asked) == 2
     assert clock.monotonic() == 1.5
+
+
+def test_a_task_of_an_answered_call_is_not_kept():
+    """It holds a model, which would take memory between rounds."""
+    clock = VirtualClock()
+    grid = RetryingGrid(Busy({}, clock=clock), needed=3, clock=clock)
+    tasks = [toy.task(site) for site in toy.SITES]
+    list(exchange(grid, tasks, deadline_seconds=DEADLINE))
+    assert not grid._calls

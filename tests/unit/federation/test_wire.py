@@ -149,6 +149,13 @@ def test_sizes_of_many_messages():
     assert wire.encoded_sizes([]) == []
 
 
+def test_strided_vector_is_encoded_by_value():
+    """A view with gaps is written without its gaps."""
+    values = np.arange(10, dtype=np.float32)[::2]
+    task = wire.decode(wire.encode_bytes(replace(TASK, weights_d=values)))
+    np.testing.assert_array_equal(values, task.weights_d)
+
+
 @pytest.mark.parametrize("lead", [0, 1, 4])
 def test_decoded_vectors_are_aligned_and_read_only(lead: int):
     """Also from the middle of a writable buffer that starts at an odd address."""
