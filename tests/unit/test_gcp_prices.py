@@ -1,5 +1,6 @@
 """Google's prices, from SKUs in the form that its catalogue documents."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +21,15 @@ from support.google_server import Answer, GoogleServer, Request, json_answer
 from deploy.fleet import prices
 from deploy.fleet.spec import DeploymentFile
 from federation.errors import ComputeError, ComputeForbidden, JobError
+
+
+def spoilt(**changes: Any) -> dict[str, Any]:
+    """A core whose price is of another form."""
+    row = json.loads(json.dumps(A2[0]))
+    rate = row["pricingInfo"][0]["pricingExpression"]["tieredRates"][0]
+    rate["unitPrice"] |= changes
+    return dict(row)
+
 
 API_KEY = "AIza-not-a-key-of-anyone-0123456789"
 REGION = "us-central1"
@@ -161,6 +171,31 @@ def test_a_part_that_cannot_be_right_is_refused(
     row = {"description": A2[0]["description"], "dollars": 0.0316, **change}
     with pytest.raises(ComputeError, match=message):
         google([sku(**row), *A2[1:]]).on_demand("a2-highgpu-1g", REGION)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([*A2, sku("A2 Instance Core running in Iowa", 0.05)], "has 2 prices of"),
+        (A2[1:], "price of each part"),
+        ([spoilt(currencyCode="EUR"), *A2[1:]], "which no core costs"),
+        ([spoilt(nanos="many"), *A2[1:]], "of the known form"),
+        ([spoilt(nanos=float("nan")), *A2[1:]], "of the known form"),
+        ([spoilt(nanos=float("inf")), *A2[1:]], "of the known form"),
+        ([spoilt(units=10**400), *A2[1:]], "of the known form"),
+        ([sku(A2[0]["description"], 0.03, unit=["h"]), *A2[1:]], "dollars for"),
+        ([A2[0] | {"serviceRegions": 3}, *A2[1:]], "no on-demand price"),
+        ([A2[0] | {"serviceRegions": f"x{REGION}"}, *A2[1:]], "no on-demand price"),
+        ([A2[0] | {"pricingInfo": []}, *A2[1:]], "of the known form"),
+        ([3], "of the known form"),
+    ],
+)
+def test_lists_that_leave_a_doubt_are_refused(
+    google: Serve, rows: list[Any], message: str
+):
+    """Two prices, none, or what is none."""
+    with pytest.raises(ComputeError, match=message):
+        google(rows).on_demand("a2-highgpu-1g", REGION)
 
 
 def test_a_refused_key_is_no_secret_in_the_error(google: Serve):

@@ -220,6 +220,13 @@ def test_save_checks_shapes(change: dict[str, Any]):
     assert run.names() == []
 
 
+@pytest.mark.parametrize("change", [{"keep": 0}, {"prefix": "no-slash"}])
+def test_arguments_are_checked(change: dict[str, Any]):
+    """Nonsense is refused when it is said."""
+    with pytest.raises(ValueError, match=r"keep|slash"):
+        Run().open(**change)
+
+
 def test_second_coordinator_conflicts():
     """Of two coordinators the later one is told; the first one's round stays."""
     run = Run()
@@ -326,6 +333,16 @@ def test_other_job_is_refused_with_every_difference():
     assert run.names() == before
 
 
+def test_other_job_is_refused_before_anything_is_moved():
+    """A damaged newest checkpoint stays where it is when the job differs."""
+    run = saved(1, 2)
+    tear(run, "checkpoints/round-000002.json", 10)
+    before = run.names()
+    with pytest.raises(CheckpointMismatch, match="rounds"):
+        run.open(job={**JOB, "rounds": 12}).load_latest()
+    assert (run.names(), run.events) == (before, [])
+
+
 def test_other_run_is_refused():
     """A folder of another run is not taken over."""
     with pytest.raises(CheckpointMismatch, match="'run-1', not to 'run-2'"):
@@ -411,6 +428,15 @@ def test_blob_torn(blob: str, cut: str):
     assert f"quarantine/{key.rpartition('/')[2]}.1" in run.names()
 
 
+@pytest.mark.parametrize("what", ["manifest", "weights", "optimizer"])
+def test_appended_byte_is_found(what: str):
+    """Even a blank after the end, which a parser would pass over, is damage."""
+    run = saved(1, 2)
+    keys = {"manifest": "checkpoints/round-000002.json", **run.blobs_of(2)}
+    run.store.put(keys[what], [run.store.read(keys[what]), b" "])
+    check_falls_back(run)
+
+
 @pytest.mark.slow
 @settings(deadline=None)  # Other work may share the machine.
 @given(
@@ -454,6 +480,38 @@ def test_well_formed_junk_is_skipped(junk: bytes):
     run = saved(1)
     run.store.put("checkpoints/round-000002.json", [junk])
     assert same(run.open().load_latest(), state_of(1))
+
+
+def test_renamed_manifest_is_skipped():
+    """A whole manifest under another round's name is not that round."""
+    run = saved(1)
+    content = run.store.read("checkpoints/round-000001.json")
+    run.store.put("checkpoints/round-000002.json", [content])
+    assert same(run.open().load_latest(), state_of(1))
+    assert len(run.events) == 1
+
+
+def test_two_damaged_checkpoints_share_a_blob():
+    """Both are skipped, and the blob is moved once."""
+    run = saved(1)
+    checkpoints = run.open()
+    checkpoints.save(state_of(2))
+    checkpoints.save(dataclasses.replace(state_of(2), round_index=3))
+    flip(run, run.blobs_of(3)["weights"], 1000)
+    assert same(run.open().load_latest(), state_of(1))
+    assert len(run.events) == 2
+    assert len(run.names("quarantine/")) == 3
+
+
+def test_quarantine_keeps_every_copy():
+    """What is damaged twice is there twice."""
+    run = saved(1)
+    for _ in range(2):
+        run.open().save(state_of(2))
+        tear(run, "checkpoints/round-000002.json", 10)
+        run.open().load_latest()
+    names = ["round-000002.json.1", "round-000002.json.2"]
+    assert run.names("quarantine/") == [f"quarantine/{name}" for name in names]
 
 
 def test_corrupt_blob_of_unread_manifest_is_rewritten():

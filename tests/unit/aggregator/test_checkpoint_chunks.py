@@ -113,6 +113,17 @@ def test_one_per_cent_changed_sends_few_chunks():
     assert same(opened(store).load_latest(), changed(state, 0.01))
 
 
+def test_delta_after_resume():
+    """A coordinator that has verified a checkpoint sends what differs from it."""
+    store = MemoryStore()
+    opened(store).save(state_of(1))
+    resumed = opened(store)
+    state = resumed.load_latest()
+    assert state is not None
+    written = resumed.save(changed(state, 0.01))
+    assert written - store.stat("round-000002.json").size <= 2 * CHUNK
+
+
 def test_vanished_chunk_is_sent_again():
     """What is known to be whole is not taken for there."""
     store = MemoryStore()
@@ -349,3 +360,9 @@ def test_manifest_of_the_same_bytes_is_not_parsed_again():
             manifests.decode(manifest.key, altered)
     with pytest.raises(CorruptObject, match="of round 1"):
         manifests.decode("round-000002.json", content)
+
+
+def test_chunk_size_is_checked():
+    """Nonsense is refused when it is said."""
+    with pytest.raises(ValueError, match="chunk"):
+        opened(MemoryStore(), chunk_bytes=0)

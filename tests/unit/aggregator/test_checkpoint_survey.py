@@ -211,3 +211,9 @@ def test_prune_cut_short(store: Dated, changes: int):
     found = survey(store, PREFIX, verify=True)
     assert rounds(found) == [5]
     assert found.num_unnamed == 0
+
+
+def test_at_least_one_is_kept(store: Dated):
+    """Nonsense is refused when it is said."""
+    with pytest.raises(ValueError, match="at least 1"):
+        prune(store, PREFIX, keep=0, now=0.0)

@@ -81,6 +81,15 @@ def test_mean_skips_zero_weights_wherever_they_stand():
     np.testing.assert_array_equal(b, _run(combine.weighted_mean, updates))
 
 
+def test_mean_survives_absurd_weights():
+    """Weights near the end of float32's range do not overflow the values."""
+    updates = [
+        WeightedUpdate(site=s, delta_d=np.array([v], np.float32), weight=w)
+        for s, v, w in [("a", 1e30, 1e-30), ("b", 3e30, 1e38), ("c", 1e30, 1e38)]
+    ]
+    np.testing.assert_allclose([2e30], _run(combine.weighted_mean, updates), rtol=1e-6)
+
+
 def test_mean_is_the_same_for_any_number_of_threads():
     """Every thread count gives the same bits."""
     updates, before = _updates(5, size=1_000_003), torch.get_num_threads()
@@ -215,6 +224,13 @@ def test_bad_weight_is_refused(weight: float):
     update = WeightedUpdate(site="a", delta_d=np.ones(3, np.float32), weight=weight)
     with pytest.raises(ValueError, match="weight"):
         combine.weighted_mean(iter([update]), np.empty(3, np.float32))
+
+
+def test_zero_total_weight_is_refused():
+    """Updates that all weigh nothing have no mean."""
+    update = WeightedUpdate(site="a", delta_d=np.ones(3, np.float32), weight=0.0)
+    with pytest.raises(ValueError, match="sum to 0"):
+        combine.weighted_mean(iter([update] * 2), np.empty(3, np.float32))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Safetensors files of our writer, read by the library's own readers."""
 
+import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +92,25 @@ def test_unwritable_arrays(array: tensor_file.Array, reason: str):
         file_of({"name": array})
 
 
+def test_bfloat16_must_be_bits():
+    """Floats that are declared to be bfloat16 bits are refused."""
+    with pytest.raises(ValueError, match="as uint16"):
+        tensor_file.pieces({"x": np.zeros(2, np.float32)}, {}, bfloat16={"x"})
+
+
+def test_reserved_name():
+    """The header's own entry cannot name a tensor."""
+    with pytest.raises(ValueError, match="__metadata__"):
+        file_of({"__metadata__": np.zeros(1, np.float32)})
+
+
+def test_header_limit(monkeypatch: pytest.MonkeyPatch):
+    """A header that the library would not read is not written."""
+    monkeypatch.setattr(tensor_file, "MAX_HEADER_BYTES", 64)
+    with pytest.raises(ValueError, match="over 64"):
+        file_of({"x" * 64: np.zeros(1, np.float32)})
+
+
 def test_torn_files_are_corrupt():
     """A file that was cut anywhere is not read."""
     data = file_of({"a": np.ones(3, np.float32), "b": np.ones(2, np.int64)})
@@ -104,3 +125,12 @@ def test_junk_is_corrupt(data: bytes):
     """Any other bytes are refused with our error and no other."""
     with pytest.raises(CorruptObject):
         tensor_file.read(data)
+
+
+def test_unknown_type_is_corrupt():
+    """A type of the format that NumPy lacks is named."""
+    entry = {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}
+    header = json.dumps({"x": entry}).encode()
+    header = header.ljust(8 * math.ceil(len(header) / 8))
+    with pytest.raises(CorruptObject, match="F8_E4M3"):
+        tensor_file.read(len(header).to_bytes(8, "little") + header + b"\0")

@@ -254,6 +254,18 @@ def test_load_names_the_key():
 
 
 @pytest.mark.parametrize(
+    "source", [lambda: (INPUTS, CLASSES, 1), lambda: None, lambda: (INPUTS, CLASSES)]
+)
+def test_load_needs_two_datasets(
+    source: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    """A source that returns something else than two datasets is refused."""
+    monkeypatch.setattr("clients.data.digits", source)
+    with pytest.raises(SiteError, match=r"clients.data:digits.*expected"):
+        load("clients.data:digits", {})
+
+
+@pytest.mark.parametrize(
     ("source", "shape"), [(digits, (1, 8, 8)), (breast_cancer, (30,))]
 )
 def test_bundled_data_is_split_by_class(
@@ -295,6 +307,14 @@ def test_bundled_data_are_read_without_scikit_learn():
         assert classes.dtype == labels.dtype
         assert np.array_equal(values, expected)
         assert np.array_equal(classes, labels)
+
+
+@pytest.mark.parametrize("source", [digits, text_folder])
+@pytest.mark.parametrize("fraction", [0, 1, -0.5])
+def test_held_out_fraction_is_checked(source: Callable[..., Any], fraction: float):
+    """Both sides need examples."""
+    with pytest.raises(SiteError, match="between 0 and 1"):
+        source(held_out_fraction=fraction)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Logit tables, distillation and ensembles."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,14 @@ def test_logits_of_another_shape_are_refused(targets: Any):
         distill(nn.Linear(3, 3), INPUTS, targets)
     with pytest.raises(SiteError, match="match_logits needs"):
         match_logits(logit_table(4, 3), torch.arange(4), targets)
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, math.inf])
+def test_a_temperature_is_above_zero(temperature: float):
+    """With the key of the job."""
+    with pytest.raises(JobError, match="above 0") as caught:
+        distill(nn.Linear(3, 3), INPUTS, LOGITS, temperature=temperature)
+    assert caught.value.key == "training.options.temperature"
 
 
 def test_an_ensemble_is_the_mean_of_probabilities(tmp_path: Path):

@@ -10,7 +10,7 @@ from torch import nn
 
 from clients.models import weights
 from clients.models.model_pool import Instance, ModelPool
-from federation.errors import JobError
+from federation.errors import JobError, LayoutMismatch
 
 X = torch.ones(2, 4)
 
@@ -142,6 +142,13 @@ def test_what_is_not_a_model_is_refused(
     assert caught.value.key == "model.factory"
 
 
+def test_a_device_that_is_not_there_is_refused():
+    """No machine has a hundred of them."""
+    with pytest.raises(JobError, match="CUDA devices") as caught:
+        ModelPool(small_job(training={"local_steps": 1, "device": "cuda:99"}))
+    assert caught.value.key == "training.device"
+
+
 def adapted(*, width: int = 8) -> nn.Module:
     """A frozen network under a small one that trains."""
     model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
@@ -191,6 +198,15 @@ def test_frozen_values_neither_travel_nor_are_lost():
         for name in pool.layout.frozen_names:
             held = model.module.state_dict()[name].numpy()
             np.testing.assert_array_equal(frozen[name], held)
+
+
+def test_another_seed_is_another_layout():
+    """Frozen values that differ are a model that differs."""
+    one, other = of_here("adapted"), of_here("adapted", seed=5)
+    assert one.layout.frozen != other.layout.frozen
+    assert one.layout.digest != other.layout.digest
+    with pytest.raises(LayoutMismatch, match="frozen tensors of site 'b' differ"):
+        one.layout.check_same(other.layout, whose="site 'b'")
 
 
 def test_training_that_writes_to_frozen_values_is_refused():

@@ -64,6 +64,16 @@ def test_gpt_reads_short_and_refuses_long_input(tokens: torch.Tensor):
         model(torch.cat([tokens, tokens], dim=1))
 
 
+def test_gpt_options_are_checked():
+    """Options that cannot work are refused by name."""
+    with pytest.raises(ValueError, match="0 layers"):
+        models.gpt(layers=0)
+    with pytest.raises(ValueError, match="3 heads"):
+        models.gpt(width=32, heads=3)
+    with pytest.raises(ValueError, match="'batchnorm' is unknown"):
+        models.gpt(norm="batchnorm")
+
+
 @pytest.mark.parametrize(
     ("model", "inputs", "expected"),
     [

@@ -55,6 +55,13 @@ def test_evaluation_counts_predictions_by_label():
     assert set(objective(Fixed(logits), INPUTS, labels).metrics) == {"correct"}
 
 
+def test_class_without_a_name_is_refused():
+    job = small_job(training={"local_steps": 1, "classes": ["a", "b"]})
+    objective = objective_of(job.training)
+    with pytest.raises(SiteError, match="names 2, and the model has 3 outputs"):
+        objective(Fixed(torch.zeros(2, 3)), INPUTS, LABELS)
+
+
 def test_causal_lm_sums_over_next_tokens():
     """Each position predicts the token after it."""
     logits = torch.zeros(2, 2, 4)

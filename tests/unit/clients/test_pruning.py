@@ -10,6 +10,7 @@ from clients.methods.guest import Guest, LocalRound
 from clients.methods.kept_zeros import KeptZeros
 from clients.models import weights
 from clients.models.pruning import prune_
+from federation.errors import JobError
 from federation.ids import SiteId
 
 
@@ -41,6 +42,19 @@ def test_whole_outputs_go_with_their_bias_and_the_last_layer_stays():
     assert model[0].weight.tolist() == [[0, 0], [3, 4]]
     assert model[0].bias[0] == 0 != model[0].bias[1]
     assert [s.zeros for s in found] == [2, 0]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, float("nan")])
+def test_a_fraction_is_between_0_and_1(fraction: float):
+    """Neither nothing nor everything."""
+    with pytest.raises(JobError, match="between 0 and 1"):
+        prune_(two_layers(), fraction)
+
+
+def test_a_model_without_such_layers_is_refused():
+    """A single layer is the last one, and has no output to lose."""
+    with pytest.raises(JobError, match="pruned by channel"):
+        prune_(torch.nn.Linear(2, 2), 0.5, kind="channel")
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])

@@ -13,6 +13,7 @@ from support.small_jobs import blobs, small_job
 from clients.data.batches import Rank
 from clients.data.datasets import Dataset, as_dataset
 from clients.models.model_pool import ModelPool
+from clients.ranks import control
 from clients.ranks.control import (
     Channel,
     ErrorReply,
@@ -106,6 +107,14 @@ def test_what_is_no_message_is_refused(
         channel.receive()
 
 
+def test_length_is_limited(ends: tuple[Channel, socket.socket]):
+    """Nothing is read of a message that is too long."""
+    channel, other = ends
+    other.sendall((control.MAX_BYTES + 1).to_bytes(4, "big"))
+    with pytest.raises(ProtocolError, match="too long"):
+        channel.receive()
+
+
 def test_the_end_of_the_other_side(ends: tuple[Channel, socket.socket]):
     """Also in the middle of a message."""
     channel, other = ends
@@ -132,6 +141,14 @@ def test_memory_is_shared_through_its_descriptor():
     np.testing.assert_array_equal(weights_d, found_d)
     assert found_m.tolist() == [2**40 + 1]
     mine.close()
+
+
+def test_memory_takes_one_model_only():
+    """A vector of another length would lie over its neighbour."""
+    memory = SharedModel(LAYOUT)
+    with pytest.raises(ValueError, match="this model"):
+        memory.write(np.zeros(5, np.float32), np.zeros(0, np.int64))
+    memory.close()
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 12])

@@ -11,7 +11,7 @@ from clients.training import rate_finder
 from clients.training.local_federation import Federation
 from clients.training.rate_finder import FoundSettings
 from deploy.wiring.parts import build_federation
-from federation.errors import JobError
+from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 
 SITE = SiteId("site-0")
@@ -107,6 +107,18 @@ def test_a_range_that_is_too_high_diverges():
     assert found.rates.diverged
     assert len(found.rates.losses) < 40
     assert found.rate is None
+
+
+def test_a_site_with_few_records_has_no_noise_scale():
+    source = {"source": "support.small_jobs:blobs", "options": {"num_train": 15}}
+    with pytest.raises(SiteError, match="has 15 training records, and 16 are needed"):
+        find(build_federation(small_job(data=source)))
+
+
+@pytest.mark.parametrize(("low", "high", "steps"), [(1.0, 0.1, 40), (0.1, 1.0, 4)])
+def test_a_range_must_grow_over_several_steps(low: float, high: float, steps: int):
+    with pytest.raises(JobError, match="use 0 < low < high and at least 5 steps"):
+        find(build_federation(small_job()), low=low, high=high, steps=steps)
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,15 @@ def test_other_indices_are_refused(content: bytes, reason: str):
         read_index(store)
 
 
+def test_an_index_that_was_edited():
+    """Its version tells."""
+    store = MemoryStore()
+    write(store, images())
+    rewritten(store, bytes=7)
+    with pytest.raises(CorruptObject, match="not match its content"):
+        read_index(store)
+
+
 def test_an_index_that_disagrees_with_its_shards(monkeypatch: pytest.MonkeyPatch):
     """Even if its version is right: the layout of each shard is looked at."""
     store = MemoryStore()

@@ -346,6 +346,12 @@ def test_a_file_in_a_bucket_has_a_largest_size(
         job_of(tmp_path, bucket.url)
 
 
+def test_a_path_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="is no path") as caught:
+        job_of(tmp_path, "a\0b")
+    assert caught.value.key == "model.weights"
+
+
 def test_a_damaged_model_with_personal_parts_is_named(tmp_path: Path) -> None:
     """Before its names are compared with the parts that sites keep."""
     file = tmp_path / "model.safetensors"

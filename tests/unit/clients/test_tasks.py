@@ -200,6 +200,13 @@ def test_weighted_loss_of_a_record_depends_on_no_other(task: str):
     assert math.fsum(a.sum_of_means(1).item() for a in alone) == pytest.approx(whole)
 
 
+def test_weights_are_as_many_as_outputs():
+    spec = training("classification", options={"class_weights": [1, 2]})
+    with pytest.raises(SiteError, match=r"class_weights .* the model has 3") as caught:
+        trained(spec, draw(9, 3), classes(3, 9))
+    assert "has 3" not in caught.value.outside
+
+
 def test_weights_are_in_the_digest_of_the_job():
     plain, weighted = (
         small_job(training={"local_steps": 1, "options": options})
@@ -417,6 +424,12 @@ def test_misfits_are_explained(case: str):
     task, inputs, targets, text = WRONG[case]
     with pytest.raises(SiteError, match=text):
         trained(training(task), inputs, targets)
+
+
+def test_long_record_is_refused():
+    """Under secure aggregation the largest count follows from the job."""
+    with pytest.raises(SiteError, match="predictions than the job's 3"):
+        trained(training("sft", max_tokens=3), draw(1, 4, 5), classes(5, 1, 4))
 
 
 SECURE = {"secure_aggregation": {"enabled": True, "two_sites_waiver": True}}

@@ -21,11 +21,14 @@ from clients.models.model_pool import ModelPool
 from clients.training import local_steps
 from clients.training.local_steps import LocalOptimizer
 from clients.training.trainer import TorchTrainer
-from federation.errors import SiteError
+from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec, LearningRateSpec
 from federation.protocols import LocalWeights
 from federation.vectors import Arrays
+
+MLP_OPTIONS = {"inputs": 4, "classes": 3, "hidden": [8, 8]}
+
 
 SITE = SiteId("site-0")
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
@@ -241,6 +244,12 @@ def test_proximal_gradient_is_that_of_the_penalty():
     np.testing.assert_allclose(x.detach(), result.weights_d, atol=1e-6)
 
 
+def test_gradients_are_clipped_to_their_norm():
+    """A step of learning rate 0.5 is half as long as the largest gradient."""
+    result = fit(job_of({"local_steps": 1, "batch_size": 60, "clip_grad_norm": 0.01}))
+    assert np.linalg.norm(result.weights_d) == pytest.approx(0.005, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
 def test_optimizers_are_torchs(name: str):
     """The three names, with weight decay, against torch's classes."""
@@ -276,6 +285,12 @@ def test_learning_rates_follow_their_closed_forms(name: str, final: float):
     expected[:WARMUP] = LR * np.array([0.25, 0.5, 0.75, 1])
     actual = [learning_rate(spec, LR, step, STEPS) for step in range(STEPS)]
     np.testing.assert_allclose(actual, expected, rtol=1e-12)
+
+
+def test_learning_rate_never_turns_negative():
+    """Past the end it stays where it ended."""
+    spec = LearningRateSpec(name="linear", final_fraction=0.5)
+    assert learning_rate(spec, LR, 2 * STEPS, STEPS) == LR / 2
 
 
 @pytest.mark.parametrize(
@@ -482,6 +497,17 @@ def test_site_that_leaves_early_divides_its_drift_by_the_rates_of_all_steps():
     result = trainer.fit(*pool.initial_weights(), round_index=1)
     assert result.num_steps == 1
     assert result.kept["variates/rates"] == [2.0]
+
+
+def test_a_torch_without_muon_is_named(monkeypatch: pytest.MonkeyPatch):
+    """At the key, before anything is trained."""
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    model = {"factory": "clients.models:mlp", "options": MLP_OPTIONS}
+    muon = {"name": "muon", "lr": 0.1, "momentum": 0.9}
+    job = job_of({"local_steps": 1, "optimizer": muon}, model=model)
+    with pytest.raises(JobError, match=r"came with torch 2\.9") as caught:
+        fit(job)
+    assert caught.value.key == "training.optimizer.name"
 
 
 def test_steps_grow_from_a_round_on():

@@ -160,3 +160,11 @@ def test_processes_share_it(tmp_path: Path):
     assert [process.wait() for process in running] == [0, 0, 0]
     assert len(contents(tmp_path)) <= 5
     assert list(tmp_path.glob(".new-*")) == []
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path):
+    """The message names it and what to do."""
+    (tmp_path / "cache").write_bytes(b"")
+    cache = ObjectCache(tmp_path / "cache", 10_000)
+    with pytest.raises(StoreUnavailable, match=r"cache' cannot be used: .*CROSSFED_"):
+        cache.get("0" * 64, 10, bytes)

@@ -14,7 +14,7 @@ from google.auth.credentials import AnonymousCredentials
 from hypothesis import given, strategies as st
 from support import gcs_stores
 from support.buckets import quick_retry
-from support.fake_gcs import FakeGcs
+from support.fake_gcs import KIB_256, FakeGcs
 from support.google_server import GoogleServer, json_answer
 
 from cloud_adapters.storage.gcs.store import GcsStore
@@ -53,6 +53,13 @@ def test_chunks_are_the_content(pieces: list[bytes], size: int):
     assert begins == [n * size for n in range(len(found))]
     assert all(len(chunk) == size for chunk in found[:-1])
     assert reader.read(size).tobytes() == b""
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, -KIB_256, 1000, KIB_256 + 1])
+def test_chunk_must_be_of_whole_blocks(chunk_bytes: int):
+    """The service takes no other."""
+    with pytest.raises(ValueError, match="multiple of 256 KiB"):
+        GcsStore("b", chunk_bytes=chunk_bytes)
 
 
 @pytest.mark.parametrize("prefix", ["a/", "/a", "a//b", ".."])

@@ -139,6 +139,20 @@ def _threads_end() -> Iterator[None]:
             assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("arguments", [({}, 1), ({SITES[0]: Handler(sound)}, 0)])
+def test_needs_a_site_and_a_worker(arguments: tuple[dict[SiteId, Handler], int]):
+    """There is nothing to do otherwise."""
+    handlers, workers = arguments
+    with pytest.raises(ValueError, match="site and a worker"):
+        InProcessGrid(handlers, clock=VirtualClock(), workers=workers)
+
+
+def test_task_of_an_unknown_site():
+    """It is the caller's mistake, reported first."""
+    with grid_of() as grid, pytest.raises(ValueError, match=r"has no sites \['z'\]"):
+        grid.send(tasks(sites=[SiteId("z")]), deadline_seconds=PATIENT)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 7])
 def test_thousand_sites_answer_in_order(workers: int):
     """The window moves along."""

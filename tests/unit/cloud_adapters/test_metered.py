@@ -57,6 +57,18 @@ def test_failures():
     assert (read.calls, read.failed, read.received_bytes) == (2, 1, 1)
 
 
+def test_a_list_that_is_left_is_no_failure():
+    """Whoever wants the first key alone stops there."""
+    store, meter = metered()
+    store.put("a", [b""])
+    store.put("b", [b""])
+    listing = store.list()
+    next(listing)
+    listing.close()  # type: ignore[attr-defined]
+    (use,) = (use for use in meter.take() if use.operation == "list")
+    assert (use.calls, use.failed) == (1, 0)
+
+
 def test_threads_share_a_meter():
     """No call is lost."""
     store, meter = metered()

@@ -169,3 +169,19 @@ def test_no_storm(seed: int):
     with pytest.raises(StoreUnavailable):
         Retry(clock=outage.clock, uniform=draw).call(outage)
     assert 12 <= outage.attempts <= 60
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"attempts": 0},
+        {"corrupt_attempts": 0},
+        {"base_seconds": -1.0},
+        {"cap_seconds": float("inf")},
+        {"deadline_seconds": float("nan")},
+    ],
+)
+def test_numbers_are_checked(wrong: dict[str, float]):
+    """A retry without an attempt or an end is a mistake."""
+    with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]):
+        Retry(**wrong)

@@ -264,6 +264,12 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, s3_server: servers.S3Se
         Clients(endpoint_url=None, region=None)
 
 
+def test_malformed_endpoint():
+    """The library's ValueError becomes one of ours."""
+    with pytest.raises(StoreUnavailable, match="no-url"):
+        Clients(endpoint_url="no-url", region="eu-west-1")
+
+
 def test_late_attempts_get_little_time():
     """So that one that hangs ends soon after the deadline of its call."""
     clients, clock = Clients(endpoint_url=None, region="eu-west-1"), VirtualClock()

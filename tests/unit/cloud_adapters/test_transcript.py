@@ -253,6 +253,17 @@ def test_nonsense_within_nonsense_is_not_followed_for_ever():
     assert "bytes, sha256" in str(value)
 
 
+def test_one_message_is_found_by_its_number(tmp_path: Path):
+    """With its fields in words; a number too large is named with those that exist."""
+    written(tmp_path / "seen", Script([toy.secure_answer(body=DECLINE)]))
+    found = transcript.find(tmp_path / "seen", 3)
+    assert "        field   body: number = 2" in transcript.lines(found, fields=True)
+    assert not any("field" in line for line in transcript.lines(found))
+    for number in (0, 4, -1):
+        with pytest.raises(ObjectNotFound, match=rf"no message {number}: .* 1 to 3"):
+            transcript.find(tmp_path / "seen", number)
+
+
 def change_row(folder: Path, at: int, **fields: object) -> None:
     found = rows(folder)
     found[at].update(fields)

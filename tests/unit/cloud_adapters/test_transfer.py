@@ -148,6 +148,24 @@ def test_missing_objects(get: Get, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_version_may_be_named(tmp_path: Path):
+    """Another is refused before the first byte."""
+    store = filled()
+    old = store.stat("key").version
+    store.put("key", [b"new"])
+    with pytest.raises(ObjectChanged):
+        download(store, "key", tmp_path / "file", if_version=old)
+    with pytest.raises(ObjectChanged):
+        next(stream(store, "key", if_version=old))
+
+
+@pytest.mark.parametrize("wrong", [{"part_bytes": 0}, {"workers": 0}])
+def test_numbers_are_checked(tmp_path: Path, wrong: dict[str, int]):
+    """No part and no worker is a mistake."""
+    with pytest.raises(ValueError, match=r"part|workers"):
+        download(filled(), "key", tmp_path / "file", **wrong)
+
+
 def kill(tmp_path: Path) -> tuple[FaultyStore, Path]:
     """Kill a download that has two parts of three."""
     LocalStore(tmp_path / "store").put("key", [CONTENT])

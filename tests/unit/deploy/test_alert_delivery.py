@@ -19,7 +19,7 @@ from deploy.aggregator_host.alert_delivery import (
 )
 from deploy.aggregator_host.config import AlertSpec
 from federation.clock import VirtualClock
-from federation.errors import FederationError
+from federation.errors import FederationError, JobError
 from monitoring.web.alerts import Alert
 
 STALLED = Alert(key="r/stalled/3", text="run r: round 3 goes on. See who.")
@@ -252,6 +252,14 @@ def test_email_is_sent() -> None:
         send("crossfed: run r has failed. Look.")
         assert "subject: crossfed: run r has failed" in server.got
         assert server.got.count("") == 1  # Between head and text.
+
+
+@pytest.mark.parametrize(
+    "spec", [AlertSpec(), AlertSpec(email="a@example.org", webhook="https://b")]
+)
+def test_entry_of_no_place_or_of_two_is_refused(spec: AlertSpec) -> None:
+    with pytest.raises(JobError, match=r"alerts\[0\]"):
+        places([spec])
 
 
 def test_webhook_that_is_down_for_90_seconds_gets_each_alert_once(

@@ -44,6 +44,12 @@ def test_predicted_shares_are_those_of_the_partition():
     assert proportional(101, speeds) == dealt
 
 
+def test_a_site_without_a_speed():
+    """It is named."""
+    with pytest.raises(SiteError, match="speed of site 'b' was not measured"):
+        balance({"a": 1, "b": 1}, {"a": 1.0})
+
+
 @pytest.mark.parametrize("speed", [0.0, -1.0, float("inf"), float("nan")])
 def test_impossible_speeds(speed: float):
     """Each is a mistake of the caller."""
@@ -92,3 +98,9 @@ def test_a_site_that_never_answered():
     ]
     with pytest.raises(SiteError, match=rf"finished training of site '{gcp}'.*run"):
         measured_speeds(fold(events), LOCAL_STEPS)
+
+
+def test_secure_aggregation_hides_speeds():
+    """The message says how to measure."""
+    with pytest.raises(SiteError, match=r"secure_aggregation\.enabled=false"):
+        measured_speeds(fold(event_samples.secure()), LOCAL_STEPS)

@@ -16,7 +16,7 @@ from deploy.tools.checkpoints import CheckpointFindings, examine
 from deploy.wiring import run_store
 from deploy.wiring.encryption import encrypted
 from federation.clock import VirtualClock
-from federation.errors import RunConflict
+from federation.errors import JobError, RunConflict, RunNotFound
 from federation.event_log import EventWriter
 from federation.events import CheckpointSkipped
 from federation.job.spec import JobSpec
@@ -143,3 +143,16 @@ def test_prune_waits_for_a_run_that_goes_on(run: RunFolder):
     with run.locked(), pytest.raises(RunConflict, match="another process"):
         look(str(run.path), keep=1)
     assert rounds(look(str(run.path))) == [1, 2, 3]
+
+
+def test_nothing_there(tmp_path: Path, run: RunFolder):
+    """The message says where it looked."""
+    with pytest.raises(RunNotFound, match="no checkpoints in file://"):
+        look(f"file://{tmp_path}/nothing")
+    with pytest.raises(RunNotFound, match="there is no run"):
+        look("nothing")
+    with pytest.raises(JobError, match="scheme"):
+        look("ftp://x")
+    empty = begun(tmp_path / "empty", small_job(num_sites=2))
+    with pytest.raises(RunNotFound, match="no checkpoints in file://"):
+        look(str(empty.path))

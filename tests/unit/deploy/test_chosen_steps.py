@@ -78,6 +78,12 @@ def test_a_run_comes_to_the_steps_that_the_model_of_time_says():
     assert predicted < sum(took.values()) < 1.5 * predicted
 
 
+def test_real_time_does_not_decide_in_a_simulation():
+    with pytest.raises(JobError, match="--engine virtual") as caught:
+        simulate(job())
+    assert caught.value.key == "schedule.local_work"
+
+
 @pytest.mark.parametrize("is_auto", [True, False])
 def test_a_site_limits_the_steps_of_a_round(is_auto: bool):  # noqa: FBT001
     """Whether a job fixes them, or leaves them open."""

@@ -1,5 +1,6 @@
 """Stores that are tried before a run relies on them."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,13 @@ import pytest
 from support import s3_server as servers
 
 from cloud_adapters.urls import StoreOptions
+from deploy.cli import commands as cli
 from deploy.doctor import store as doctor_store
 from deploy.doctor.checks import Check
+from deploy.exit_codes import DONE, FAILED
+
+DEEDS = ["store write", "store read", "store list", "store conditions", "store delete"]
+
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +42,14 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
     from support import gcs_stores  # noqa: PLC0415 (slow to import)
 
     return f"gs://{gcs_stores.new_bucket(server)}/runs", server.url
+
+
+def test_a_good_store(place: tuple[str, str]):
+    """Every deed is done, and nothing is left."""
+    found = looked_at(*place)
+    assert [(each.name, each.status) for each in found] == [(d, "ok") for d in DEEDS]
+    again = looked_at(*place)
+    assert len(again) == len(DEEDS)
 
 
 @pytest.mark.parametrize("kind", ["s3", "gs"])
@@ -104,3 +118,26 @@ def test_a_store_that_ignores_conditions(careless: servers.S3Server):
     # Servers of one process share their buckets, so look at this test's place alone.
     left = careless.client().list_objects_v2(Bucket=bucket, Prefix="a/")
     assert "Contents" not in left
+
+
+def test_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    """Is told within seconds: a person waits, and a test a shorter time."""
+    assert doctor_store.PATIENCE_SECONDS == 10.0
+    monkeypatch.setattr(doctor_store, "PATIENCE_SECONDS", 1.0)
+    (found,) = looked_at("s3://bucket/runs", "http://127.0.0.1:1")
+    assert found.status == "problem"
+    assert "check network" in found.found
+
+
+def test_the_command_fails_with_the_store(
+    s3_server: Any, capsys: pytest.CaptureFixture[str]
+):
+    """``crossfed doctor --store URL --endpoint URL`` has the exit code of a failure."""
+    place = ["--endpoint", s3_server.url, "--region", "us-east-1", "--json"]
+    good = ["doctor", "--store", f"s3://{s3_server.bucket()}/runs", *place]
+    assert cli.main(good) == DONE
+    told = json.loads(capsys.readouterr().out)
+    assert set(DEEDS) <= {check["name"] for check in told["checks"]}
+    assert cli.main(["doctor", "--store", "s3://no-such-bucket", *place]) == FAILED
+    told = json.loads(capsys.readouterr().out)
+    assert told["problems"] == 1

@@ -49,3 +49,8 @@ def test_a_search_without_a_result_fails(job: str, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["rate"] is None
     assert main(words) == FAILED
     assert "falls at no rate" in capsys.readouterr().out
+
+
+def test_a_site_must_be_one_of_the_job(job: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["find-rate", job, "--site", "c"]) == 2
+    assert "sites are a, b" in capsys.readouterr().err

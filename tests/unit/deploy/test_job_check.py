@@ -10,6 +10,7 @@ from support.small_jobs import small_job
 from deploy.cli import job_check
 from deploy.wiring import parts as wiring
 from federation.clock import VirtualClock
+from federation.errors import JobError
 
 SPEEDS = """
 combine_seconds = 2.0
@@ -48,6 +49,15 @@ def test_time_and_cost_follow_from_stated_speeds(tmp_path: Path) -> None:
             "traffic down": down / 1e3,
         }
     )
+
+
+def test_a_site_without_stated_speeds_is_named(tmp_path: Path) -> None:
+    """Nothing is assumed of it."""
+    (tmp_path / "speeds.toml").write_text(SPEEDS)
+    federation = wiring.build_federation(small_job(num_sites=2))
+    told = r"speeds\.toml: sites: has no table for site 'site-1'"
+    with pytest.raises(JobError, match=told):
+        job_check.forecast(federation, VirtualClock(), tmp_path / "speeds.toml")
 
 
 def checked(**secure: Any) -> str:

@@ -28,7 +28,7 @@ from deploy.fleet.loop import NodeRequest
 from deploy.fleet.preflight import check_budget, check_start_budget
 from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, NodeRole, labels
 from deploy.fleet.spending import MachineCost, Spending, observed
-from deploy.fleet.state import Deployment
+from deploy.fleet.state import Deployment, PoolPlace
 from deploy.fleet.supervisor import Keeper, Restore, TakenDown
 from federation import folder_lock
 from federation.clock import SystemClock, VirtualClock
@@ -721,3 +721,17 @@ def test_a_full_disk_keeps_no_machine_of_a_cloud(tmp_path: Path, told: list[str]
     with pytest.raises(StoreUnavailable, match="No space left"):
         down.take_down(deployment, any_owner=False, tell=told.append)
     assert asked.answers < 9
+
+
+def test_what_has_not_changed_is_not_noted_again(tmp_path: Path, told: list[str]):
+    """A full disk is no reason for an error after everything has ended."""
+    with opened(written(tmp_path)) as deployment:
+        record = deployment.plan.folder / "deployment.json"
+        before = record.stat().st_ino
+        assert down.take_down(deployment, any_owner=False, tell=told.append) == 0
+        assert record.stat().st_ino == before
+        place = PoolPlace(pool="x", provider="aws", region="", project="", endpoint="")
+        deployment._write({"x": place})
+        record.with_name(f".{record.name}.tmp").mkdir()  # Nothing can be written.
+        with pytest.raises(StoreUnavailable, match="could not be noted"):
+            down.take_down(deployment, any_owner=False, tell=told.append)

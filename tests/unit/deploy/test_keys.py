@@ -90,3 +90,10 @@ def test_open_key_is_not_shown(tmp_path: Path):
 def test_missing_key_is_named_with_what_to_do(tmp_path: Path):
     with pytest.raises(KeyFileRefused, match=r"none\.pem.*restore it from a backup"):
         identity.load(tmp_path / "none.pem")
+
+
+def test_name_that_is_none_is_refused(tmp_path: Path):
+    """Before a file is made, even with --out."""
+    with pytest.raises(KeyFileRefused, match=r"'\.\./x' is not a name"):
+        keys.new("../x", random_bytes=os.urandom, out=tmp_path / "left.pem")
+    assert not list(tmp_path.iterdir())

@@ -91,6 +91,18 @@ def test_spot_machines_are_compared_by_their_own_prices(
     assert chosen(tmp_path, machine, pools, []) == "g5.12xlarge"
 
 
+def test_a_region_without_such_a_machine_is_named(
+    ec2_server: Ec2Server, tmp_path: Path
+):
+    """With what it has, and why that does not do."""
+    pools = {f"aws {REGION}": ec2_server.pool()}
+    machine = f"{AWS}[sites.machine.requires]\ngpus = 16\n"
+    with pytest.raises(JobError, match="machine of aws in us-east-1") as e:
+        chosen(tmp_path, machine, pools, [])
+    assert e.value.key == "sites[0].machine.requires"
+    assert "p4d.24xlarge has 8 GPUs" in str(e.value)
+
+
 def test_a_machine_that_runs_keeps_its_type(ec2_server: Ec2Server, tmp_path: Path):
     """Although another would do and costs less: it has the site's keys."""
     pool = ec2_server.pool()
@@ -127,6 +139,12 @@ def test_compute_engine_offers_what_the_zones_of_the_site_have(
         return
     with pytest.raises(JobError, match=f"machine of gcp in {zone}"):
         chosen(tmp_path, machine, pools, [])
+
+
+def test_a_type_and_requirements_are_one_too_many(tmp_path: Path):
+    machine = f'{AWS}type = "g5.xlarge"\n[sites.machine.requires]\ngpus = 1\n'
+    with pytest.raises(JobError, match="is stated twice: remove type or requires"):
+        plan(tmp_path, machine)
 
 
 def test_requirements_name_what_is_lacking():

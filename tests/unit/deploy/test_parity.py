@@ -6,7 +6,7 @@ import torch
 
 from clients.data.datasets import Examples, as_dataset
 from deploy.tools import formats
-from deploy.tools.parity import check_parity
+from deploy.tools.parity import check_parity, outputs_of
 from federation.errors import ParityFailed, SiteError
 
 LOGITS = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
@@ -30,6 +30,14 @@ def test_other_outputs_are_refused(other: torch.Tensor):
     """Too far apart, not a number, or of another shape."""
     with pytest.raises(ParityFailed, match=r"[Nn]othing was written"):
         check_parity([LOGITS], [other], tolerance=0.1)
+
+
+def test_logits_stand_for_all_outputs():
+    """And no tensor is no output."""
+    found = outputs_of(lambda _: {"logits": LOGITS, "state": LOGITS}, LOGITS)  # type: ignore[arg-type]
+    assert len(found) == 1
+    with pytest.raises(SiteError, match="no tensor"):
+        outputs_of(lambda _: ["text"], LOGITS)  # type: ignore[arg-type]
 
 
 def test_a_model_gets_records_as_its_task_gives_them():

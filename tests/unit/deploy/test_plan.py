@@ -13,7 +13,7 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from deploy.cli import job_check, terminal
-from deploy.fleet import forecast, plan, plan_prices, prices
+from deploy.fleet import forecast, plan, plan_prices, preflight, prices
 from deploy.fleet.machine_spec import CloudMachine, SiteMachine
 from deploy.fleet.spec import DeploymentFile, StartSpec
 from deploy.wiring import parts
@@ -25,6 +25,9 @@ from federation.rounds import cost
 from federation.rounds.local_work import in_round
 from federation.rounds.traffic import examples_trained
 from monitoring.views.run_fold import fold
+
+SECURE = {"privacy": {"secure_aggregation": {"enabled": True, "max_examples": 1000}}}
+
 
 SIZES = partial(job_check.sizes_of, clock=VirtualClock(0.0))
 
@@ -61,6 +64,16 @@ def test_speeds_of_a_run_are_those_that_its_machines_had():
     assert view.finished is not None
     predicted = cost.of_run(traffic, speeds).seconds
     assert predicted == pytest.approx(view.finished.seconds, rel=0.02)
+
+
+def test_a_run_of_one_round_tells_no_speeds():
+    """Its only round has work that no other has."""
+    job = virtual_job(rounds=1)
+    traffic = SIZES(parts.build_federation(job))
+    assert traffic is not None
+    with pytest.raises(JobError, match="two rounds or more") as caught:
+        forecast.measured_speeds(view_of(job), traffic)
+    assert caught.value.key == "--like"
 
 
 def test_alternatives_are_predicted_as_jobs_of_their_own():
@@ -220,6 +233,29 @@ def test_a_gateway_a_disk_and_the_installation_are_part_of_the_price():
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("spot = 1.804", "spot = 18.04", r"machines\[5\].spot: 18.04 is more than"),
+        ("on_demand = 55.04", "on_demand = 5504", r"machines\[0\].on_demand"),
+        ("dollars = 0.09", "dollars = 9", r"egress\[0\].tiers\[1\].dollars"),
+        ("up_to = 10_240.0, dollars = 0.09", "up_to = 1, dollars = 0.09", "must rise"),
+        ("{ dollars = 0.05 }", "{ up_to = 9e9, dollars = 0.05 }", "must rise"),
+        ('as_of = "2026-06-17"', 'as_of = "June"', "as_of: 'June' is not a day"),
+    ],
+)
+def test_slips_in_a_price_table_are_named(
+    tmp_path: Path, old: str, new: str, message: str
+):
+    """A decimal point in the wrong place would make a plan worthless."""
+    text = prices.PACKAGED.read_text()
+    assert old in text
+    path = tmp_path / "prices.toml"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(JobError, match=message):
+        prices.load(path, today=date(2026, 6, 20), warn=print)
+
+
+@pytest.mark.parametrize(
     ("gigabytes", "before", "dollars"),
     [
         (10.0, None, 0.09),  # Nobody knows the month: nothing is free.
@@ -237,6 +273,14 @@ def test_traffic_goes_through_a_month_s_tiers(
     """As it would on a bill, on top of what has left before."""
     found = TABLE.per_gigabyte("aws", gigabytes, before=before)
     assert found == pytest.approx(dollars)
+
+
+def test_few_secret_sites_are_told_what_a_leave_costs():
+    """More can spare one."""
+    for num_sites, is_told in ((3, True), (4, False)):
+        job = small_job(num_sites=num_sites, **SECURE)
+        assert bool([*preflight.notices(job)]) == is_told
+    assert not [*preflight.notices(small_job(num_sites=2))]
 
 
 def test_what_stays_in_a_bucket_costs_by_the_month():

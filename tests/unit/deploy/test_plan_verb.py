@@ -45,6 +45,18 @@ def test_a_plan_says_what_the_budget_does_not_count(
     assert all(x in notice for x in ("max_dollars = 7", "traffic", "NAT", "disks"))
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e999", "much"])
+def test_amounts_are_finite(value: str, capsys: pytest.CaptureFixture[str]):
+    """Each would pass every comparison, or none."""
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "fed.toml", f"--month-gb={value}"])
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert "argument --month-gb:" in err
+    assert "finite" in err
+    assert repr(value) in err
+
+
 @pytest.mark.slow
 def test_a_simulated_run_shows_speeds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -64,3 +76,12 @@ def test_a_simulated_run_shows_speeds(
     assert json.loads(capsys.readouterr().out)["alternatives"][0] == own
     assert main(["plan", file, "--like", run, "--speeds", str(path)]) == 2
     assert "give one of --speeds and --like" in capsys.readouterr().err
+
+
+def test_an_error_leaves_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Half a document would be taken for the whole one."""
+    file = deployed(tmp_path, "site-0", "site-1")
+    assert main(["plan", str(file), "--json", "--plot", "x.svg"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "--plot: " in err

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,17 @@ def test_a_spreadsheet_opens_predictions():
     longer = {**last, "probabilities": np.ones((1, 3))}
     with pytest.raises(JobError, match=r"different shapes: write .jsonl"):
         list(_csv(iter([first, longer])))
+
+
+def test_a_source_of_a_site_is_named_where_the_job_has_none(tmp_path: Path):
+    """With its options, as a shell takes them."""
+    blobs = "support.small_jobs:blobs"
+    sites = [{"name": "a", "data": {"source": blobs, "options": {"has": ["x"]}}}]
+    run = RunFolder(tmp_path)
+    run.write_job(replace(small_job(sites=sites), data=None))
+    with pytest.raises(JobError) as caught:
+        source_of(run, "job", {})
+    assert f"site 'a': {blobs} --option 'has=[\"x\"]'" in str(caught.value)
 
 
 def test_another_tokenizer_than_the_jobs_is_refused(tmp_path: Path):

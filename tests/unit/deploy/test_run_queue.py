@@ -239,6 +239,17 @@ def test_repeated_rounds_are_no_progress(tmp_path: Path):
     assert action.fruitless == 1
 
 
+def test_rounds_of_a_damaged_record_are_counted_without_it(tmp_path: Path):
+    """A torn or damaged line ends neither the service nor ``ps``."""
+    run = handed(tmp_path, "a", 1.0)
+    finish_rounds(run, 2)
+    with run.events.open("ab") as events:
+        events.write(b'{"event": "RoundFinished", "round_index": \n')
+        events.write(b'{"event": "RoundFinished", "round')
+    (one,) = run_queue.handed_over(tmp_path).runs
+    assert one.rounds == 2
+
+
 def test_status_tells_what_a_coordinator_is_at(tmp_path: Path):
     """In ``ps`` and ``runs``: a run that the service resumes is not interrupted."""
 

@@ -13,6 +13,16 @@ from federation.job.selection_checks import counts_for_nan
 from privacy.dp import accountant
 from privacy.dp.events import PrivacyEvent
 
+MACHINES = """
+[[simulation.machines]]
+site = "a"
+examples_per_second = 100.0
+[[simulation.machines]]
+site = "b"
+examples_per_second = 50.0
+"""
+
+
 JOB = """
 name = "tiny"
 rounds = 2
@@ -75,6 +85,11 @@ def test_searches_that_cannot_begin(tmp_path: Path, extra: str, said: str) -> No
     line = "training.shuffle = { choices = [true, false] }"
     with pytest.raises(JobError, match=said):
         load(write(tmp_path, line, extra))
+
+
+def test_an_empty_space_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="no key to search"):
+        load(write(tmp_path, ""))
 
 
 def test_digest_is_of_all_but_the_number_of_trials(tmp_path: Path) -> None:
@@ -198,3 +213,19 @@ def test_local_steps_that_follow_lines_are_not_searched(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(schedule + JOB)
     with pytest.raises(JobError, match=r"schedule.local_work: 'auto' .*trials have"):
         load(path)
+
+
+def test_virtual_time_has_lines_if_every_site_has_a_speed(tmp_path: Path) -> None:
+    """Also for steps that follow lines; the search is another one."""
+    keys = "training.batch_size = { low = 4, high = 8 }"
+    path = write(tmp_path, keys)
+    before = load(path).digest()
+    path.write_text('engine = "inproc"\n' + path.read_text())
+    assert load(path).digest() == before
+    path.write_text(path.read_text().replace("inproc", "virtual"))
+    with pytest.raises(JobError, match=r"machines: virtual time needs .* and 'a' has"):
+        load(path)
+    schedule = 'schedule = { local_work = "auto", max_local_steps = 20 }\n'
+    (tmp_path / "job.toml").write_text(schedule + JOB + MACHINES)
+    assert load(path).digest() != before
+    assert load(path).job({"training.batch_size": 5}).training.batch_size == 5

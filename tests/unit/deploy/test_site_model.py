@@ -84,3 +84,10 @@ def test_another_model_or_run_is_named(tmp_path: Path):
         with pytest.raises(error):
             write_deployed_site_model(config, name, given, out)
     assert not out.exists()
+
+
+def test_a_run_without_personal_parts_has_one_model(tmp_path: Path):
+    """That which the aggregator has."""
+    config = trained(tmp_path, small_job(model={**MODEL, "personal": []}))
+    with pytest.raises(JobError, match="has the exported model"):
+        write_deployed_site_model(config, RUN, tmp_path, tmp_path / "out")

@@ -14,7 +14,7 @@ from deploy.fleet.reconcile import DEPLOYMENT, ROLE
 from deploy.fleet.spec import DeploymentPlan
 from deploy.fleet.start_wait import allowed_start, await_start
 from federation.clock import VirtualClock
-from federation.errors import ComputeUnavailable
+from federation.errors import ComputeUnavailable, JobError
 
 # A Thursday, 12:00 UTC.
 NOON = datetime(2026, 11, 26, 12, tzinfo=UTC).timestamp()
@@ -166,6 +166,21 @@ def test_all_conditions_must_hold_at_once(tmp_path: Path):
     assert "start.window: it opens" in first
     assert "start.max_spot_dollars_per_hour: a spot" in first
     assert "max_spot" not in second
+
+
+@pytest.mark.parametrize(
+    ("start", "market", "key"),
+    [
+        ("max_spot_dollars_per_hour = 1", "on-demand", "max_spot_dollars_per_hour"),
+        ("at_latest_hours = 1", "spot", "at_latest_hours: has no effect"),
+        ("max_spot_dollars_per_hour = 0", "spot", "max_spot_dollars_per_hour"),
+    ],
+)
+def test_conditions_that_could_hold_back_nothing_are_refused(
+    tmp_path: Path, start: str, market: str, key: str
+):
+    with pytest.raises(JobError, match=f"start.{key}"):
+        written(tmp_path, start, market)
 
 
 def test_a_wait_that_was_interrupted_goes_on(tmp_path: Path):

@@ -16,7 +16,7 @@ from support import programs
 from support.module_networks import ports_out
 
 from cloud_adapters.compute.pool import NodeSpec
-from deploy.fleet.bootstrap import MachineInvitation, Release, render
+from deploy.fleet.bootstrap import MAX_BYTES, MachineInvitation, Release, render
 from privacy.membership.token import Token
 
 UNITS = {
@@ -240,6 +240,12 @@ def test_a_release_is_pinned(given: dict[str, str], words: str):
     """What a name means can change."""
     with pytest.raises(ValueError, match=words):
         Release(**given)
+
+
+def test_more_than_clouds_take_is_refused():
+    """Before anything is launched."""
+    with pytest.raises(ValueError, match=f"clouds take {MAX_BYTES}"):
+        render(SPEC, RELEASES["https"], "x" * MAX_BYTES, UNITS, INVITATION)
 
 
 DROP_IN = "/etc/systemd/system/crossfed-site.service.d"

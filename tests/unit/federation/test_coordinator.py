@@ -438,6 +438,33 @@ def test_result_that_is_not_finite_is_discarded(optimizer: str):
     assert last.answered == toy.SITES
 
 
+def test_infinite_second_moment_is_discarded():
+    """The weights would stay finite, and never move again."""
+    job = toy.job({"rounds": 3, "aggregation": {"server_optimizer": {"name": "adam"}}})
+
+    def blow_up(message: SiteMessage) -> SiteMessage:
+        return replace(message, delta_d=huge(1e30))  # type: ignore[arg-type]
+
+    run = toy.Toy(job=job, fault=toy.faults(*((s, 2, blow_up) for s in toy.SITES)))
+    state = run.run()
+    statuses = [event.status for event in run.told(RoundFinished)]
+    assert statuses == ["completed", "discarded", "completed"]
+    assert np.isfinite(state.optimizer["second_moment"]).all()
+
+
+def test_run_after_a_discarded_round_is_that_of_a_resumed_one():
+    """The memory that the round loop reuses holds nothing of the lost round."""
+    job = toy.job({"rounds": 4, "aggregation": {"server_optimizer": {"name": "yogi"}}})
+
+    def blow_up(message: SiteMessage) -> SiteMessage:
+        return replace(message, delta_d=huge(3e38))  # type: ignore[arg-type]
+
+    fault = toy.faults(*((s, 2, blow_up) for s in toy.SITES))
+    whole = toy.Toy(job=job, fault=fault).run()
+    pieces = toy.Toy(job=job, fault=fault)
+    assert same(whole, in_pieces(pieces))
+
+
 def test_damaged_checkpoint_when_a_round_is_discarded():
     """An older state would be a wrong one: the run stops and can be resumed."""
     run = unsound_second_round()

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from support import event_samples
 from support.examples import few
 
-from federation.errors import CorruptObject, StoreUnavailable
+from federation.errors import CorruptObject, RunNotFound, StoreUnavailable
 from federation.event_log import KINDS, EventWriter, from_line, read_events, to_line
 from federation.events import Event, RoundFinished, SiteFailed, Warned
 from federation.messages import MetricSums
@@ -163,6 +163,12 @@ def test_nested_shapes_are_checked():
         from_line(json.dumps({**record, "failed": [["late"]]}))
     with pytest.raises(ValueError, match=r"training is 3, not an object"):
         from_line(json.dumps({**record, "training": 3}))
+
+
+def test_missing_log_says_so(tmp_path: Path):
+    """No file is no run."""
+    with pytest.raises(RunNotFound, match="is no event log"):
+        read_events(tmp_path / "events.jsonl")
 
 
 def test_full_disk_is_a_store_error():

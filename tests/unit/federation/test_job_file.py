@@ -80,6 +80,12 @@ def test_mark_of_the_encoding_is_read_over(tmp_path: Path):
     assert job_file.read_toml(path) == {"name": "marked"}
 
 
+def test_text_that_is_not_toml():
+    """Where there is no file to name."""
+    with pytest.raises(JobError, match="the job is not TOML: "):
+        job_file.loads("name = ")
+
+
 def test_huge_file(tmp_path: Path):
     """Somebody named the data instead of the job."""
     path = tmp_path / "job.toml"
@@ -414,6 +420,13 @@ def test_refused_override(path: Path, override: str, text: str):
     with pytest.raises(JobError) as caught:
         job_file.load(path, [override])
     assert text in str(caught.value)
+
+
+def test_entry_of_an_empty_list(path: Path):
+    """There is nothing to count."""
+    overrides = ["sites=[]", "sites.0.name=x"]
+    with pytest.raises(JobError, match="has no entry '0': the list is empty"):
+        job_file.load(path, overrides)
 
 
 # There and back.

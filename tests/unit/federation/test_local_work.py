@@ -226,6 +226,11 @@ def test_steps_by_capacity_begin_where_the_round_does():
             check_task(job, asked(steps, first))
 
 
+def test_a_job_with_a_fixed_number_is_asked_for_no_other():
+    with pytest.raises(ProtocolError, match="does not leave open"):
+        check_task(toy.job(), toy.task(num_steps=3))
+
+
 def test_steps_are_in_every_mask_key():
     """Or one site could be made to train for longer, and its part read off the sum."""
     tasks = [toy.task(num_steps=n, first_step=f) for n, f in ((0, 0), (2, 0), (2, 4))]

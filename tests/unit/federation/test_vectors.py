@@ -66,6 +66,12 @@ def test_other_tensor_is_named(
         LAYOUT.check_same(other, whose="site a")
 
 
+def test_other_order_is_a_mismatch():
+    """The same tensors elsewhere in the vector are another model."""
+    with pytest.raises(LayoutMismatch, match="in a different order"):
+        LAYOUT.check_same(Layout.build(TENSORS[::-1]), whose="site a")
+
+
 def test_repeated_name_is_refused():
     """Two tensors of one name cannot be told apart."""
     with pytest.raises(LayoutMismatch, match=r"two tensors.*conv\.weight"):

@@ -149,6 +149,14 @@ def test_sizes_of_many_messages():
     assert wire.encoded_sizes([]) == []
 
 
+def test_encode_does_not_copy_masked_words():
+    """Nor the header that is masked with them."""
+    _, header, words, body = wire.encode(MASKED)
+    assert np.shares_memory(np.frombuffer(words, np.uint8), MASKED.words)
+    assert np.shares_memory(np.frombuffer(header, np.uint64), MASKED.header_h)
+    assert bytes(body) == MASKED.body
+
+
 def test_strided_vector_is_encoded_by_value():
     """A view with gaps is written without its gaps."""
     values = np.arange(10, dtype=np.float32)[::2]

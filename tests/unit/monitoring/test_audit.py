@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from federation.errors import StoreUnavailable
 from monitoring.audit_findings import (
     AuditFindings,
     CurveFindings,
@@ -16,7 +18,7 @@ from monitoring.audit_findings import (
     document,
     lines,
 )
-from monitoring.pages.audit_page import render
+from monitoring.pages.audit_page import render, write_audit
 from privacy.dp import curve_tests
 from privacy.dp.auditing import Guesses, guess, roc
 from privacy.dp.curve_tests import PValues
@@ -209,3 +211,9 @@ def test_page_of_sums_says_whose_noise_they_hold():
     assert "own model" not in page
     assert document(found)["sites"][0]["membership_local_model"] is None
     assert "own last model" in render(findings(KEPT))
+
+
+def test_page_that_cannot_be_written_is_an_error(tmp_path: Path):
+    """With the path in it."""
+    with pytest.raises(StoreUnavailable, match="nowhere"):
+        write_audit(findings(KEPT), tmp_path / "nowhere" / "audit.html")

@@ -11,6 +11,7 @@ from federation.events import (
     Event,
     ModelEvaluated,
     ModelSelected,
+    PrivacyPlanned,
     RoundStarted,
     RunExtended,
     RunStarted,
@@ -149,6 +150,12 @@ def test_every_prefix_has_a_view():
             json.dumps(result(run.view()), allow_nan=False)
 
 
+def test_nothing_started_is_an_error():
+    """There is no view of no run."""
+    with pytest.raises(ValueError, match="no run has started"):
+        fold([])
+
+
 def test_result_is_json():
     """``result.json`` has the keys of the architecture page and no NaN."""
     found = result(fold(event_samples.troubled()))
@@ -226,6 +233,19 @@ def test_result_of_a_private_run():
     public = result(fold(event_samples.private(2, public=True)))
     assert public["privacy"]["held_out"] == "public"
     assert public["privacy"]["held_out_epsilon"] is None
+
+
+def test_run_without_privacy_has_no_epsilon():
+    """Not zero, and not what a site says unasked."""
+    told = event_samples.private(2)
+    for events in (
+        event_samples.two_sites(2),
+        [event for event in told if not isinstance(event, PrivacyPlanned)],
+    ):
+        found = result(fold(events))
+        assert (found["epsilon"], found["delta"], found["privacy"]) == (None,) * 3
+        assert all(row["epsilon"] is None for row in found["rounds"])
+        assert all(site["epsilon"] is None for site in found["sites"])
 
 
 def test_spending_of_a_round_that_runs_again_is_not_forgotten():

@@ -3,8 +3,10 @@
 import gc
 import itertools
 import json
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,18 @@ def test_exports_nothing_that_the_disclosure_table_hides(setting: Exposure):
     assert of_sites == {"training_loss", "loss", "accuracy"} - hidden
     assert ("training_loss" in names) != setting.private
     assert {"loss", "accuracy", "bytes_up"} <= names
+
+
+def test_values_that_are_not_finite_are_left_out():
+    """They differ from themselves, so that each export would begin anew."""
+    events = [
+        replace(event, update_norm=math.nan)
+        if isinstance(event, RoundFinished) and event.round_index == 1
+        else event
+        for event in event_samples.two_sites(2)
+    ]
+    steps = [p.step for p in points_of(fold(events)) if p.name == "update_norm"]
+    assert steps == [2]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
