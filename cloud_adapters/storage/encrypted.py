@@ -22,6 +22,7 @@ from cloud_adapters.storage.encrypted_format import (
     HEADER_BYTES,
     MAX_SEGMENT_BYTES,
     SEGMENT_BYTES,
+    TAG_BYTES,
     TRAILER_BYTES,
     Cipher,
     Header,
@@ -251,8 +252,7 @@ class EncryptedStore:
                     f"{cipher.where} ended early while it was being read"
                 )
             first = (start - cipher.offset(0)) // step
-            for _ in _decrypted(cipher, first, memoryview(stored)):
-                pass
+            _decrypted(cipher, first, memoryview(stored))  # It is checked.
             yield stored
         trailer = self.store.read(
             opened.key, start=end, length=TRAILER_BYTES, if_version=opened.version
@@ -277,10 +277,7 @@ class EncryptedStore:
         size = content_bytes(len(stored), header.segment_bytes)
         _check_size(cipher, size, len(stored))
         cipher.open_trailer(stored[-TRAILER_BYTES:], size)
-        content = io.BytesIO()
-        for piece in _decrypted(cipher, 0, stored[HEADER_BYTES:-TRAILER_BYTES]):
-            content.write(piece)
-        return content.getvalue()
+        return _decrypted(cipher, 0, stored[HEADER_BYTES:-TRAILER_BYTES]).getvalue()
 
     def _read_range(self, opened: _OpenObject, start: int, length: int | None) -> bytes:
         """Decrypt the touched segments; the position of the end is authenticated."""
@@ -306,11 +303,9 @@ class EncryptedStore:
         )
         if tells_end:
             cipher.open_trailer(stored[trailer_at - offset :], size)
-        content = io.BytesIO()  # Its getvalue() does not copy.
-        for piece in _decrypted(cipher, first, stored[: trailer_at - offset]):
-            content.write(piece)
+        content = _decrypted(cipher, first, stored[: trailer_at - offset])
         skip = start - first * cipher.segment_bytes
-        if skip == 0 and content.tell() == stop - start:
+        if skip == 0 and content.getbuffer().nbytes == stop - start:
             return content.getvalue()
         return bytes(content.getbuffer()[skip : skip + stop - start])
 
@@ -384,11 +379,23 @@ def _check_size(cipher: Cipher, size: int, stored_bytes: int) -> None:
         )
 
 
-def _decrypted(cipher: Cipher, first: int, stored: memoryview) -> Iterator[bytes]:
-    """Decrypt consecutive segments, of which the last may be short."""
+def _decrypted(cipher: Cipher, first: int, stored: memoryview) -> io.BytesIO:
+    """Decrypt consecutive segments, of which the last may be short.
+
+    They are written to their places in one buffer, whose ``getvalue()`` does not copy.
+    """
+    content = io.BytesIO()
     step = cipher.offset(1) - cipher.offset(0)
-    for at, begin in enumerate(range(0, len(stored), step)):
-        yield cipher.decrypt(first + at, stored[begin : begin + step])
+    size = len(stored) - -(-len(stored) // step) * TAG_BYTES
+    if size > 0:
+        content.seek(size - 1)
+        content.write(b"\0")
+    with content.getbuffer() as view:
+        for at, begin in enumerate(range(0, len(stored), step)):
+            place = view[at * cipher.segment_bytes : (at + 1) * cipher.segment_bytes]
+            cipher.decrypt_into(first + at, stored[begin : begin + step], place)
+            place.release()
+    return content
 
 
 def context_of(key: str) -> Mapping[str, str]:

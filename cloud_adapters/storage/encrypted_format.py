@@ -28,6 +28,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cryptography.exceptions import InvalidTag
@@ -207,13 +208,15 @@ class Cipher:
         """Where the trailer begins behind a content of ``size`` bytes."""
         return HEADER_BYTES + size + self.num_segments(size) * TAG_BYTES
 
-    def decrypt(self, index: int, sealed: Buffer) -> bytes:
-        """Content of a segment.
+    def decrypt_into(self, index: int, sealed: Buffer, out: memoryview) -> None:
+        """Write the content of a segment to memory of its size.
 
         Raises:
             CorruptObject: It is not what was written there.
         """
-        return self._open(index, sealed)
+        nonce = _nonce(index, is_trailer=False)
+        with self._damaged(f"segment {index}"):
+            AESGCM(self.data_key).decrypt_into(nonce, sealed, self._associated(), out)
 
     def open_trailer(self, sealed: Buffer, size: int) -> Trailer:
         """Read the trailer behind a content of ``size`` bytes.
@@ -222,7 +225,9 @@ class Cipher:
             CorruptObject: It is not what was written there: the object was changed,
                 or its end is missing.
         """
-        content = self._open(self.num_segments(size), sealed, is_trailer=True)
+        nonce = _nonce(self.num_segments(size), is_trailer=True)
+        with self._damaged("its end"):
+            content = AESGCM(self.data_key).decrypt(nonce, sealed, self._associated())
         trailer = Trailer.decode(content)
         if trailer.size != size:
             raise CorruptObject(
@@ -235,12 +240,11 @@ class Cipher:
         nonce = _nonce(index, is_trailer=is_trailer)
         return AESGCM(self.data_key).encrypt(nonce, content, self._associated())
 
-    def _open(self, index: int, sealed: Buffer, *, is_trailer: bool = False) -> bytes:
-        nonce = _nonce(index, is_trailer=is_trailer)
+    @contextmanager
+    def _damaged(self, part: str) -> Iterator[None]:
         try:
-            return AESGCM(self.data_key).decrypt(nonce, sealed, self._associated())
+            yield
         except (InvalidTag, ValueError) as error:  # ValueError: shorter than a tag.
-            part = "its end" if is_trailer else f"segment {index}"
             raise CorruptObject(
                 f"{self.where} is damaged: {part} does not decrypt; it was modified, "
                 "truncated or moved; restore it from a copy"

@@ -64,8 +64,9 @@ from federation.wire.frame import WireMessage
 THRESHOLD_BYTES = 64 << 20
 # Smaller vectors stay in the frame of a large message.
 LEAST_BYTES = 1 << 20
-# Parts of an object that are fetched at the same time, and held in memory.
-AHEAD = 4
+# Parts of an object that are fetched at the same time, and held in memory. Larger ones
+# would be given back to the system after each, which takes as long as decrypting them.
+AHEAD, PART_BYTES = 8, 4 << 20
 PIECE_BYTES = 4 << 20  # Of a vector on its way into the store.
 # Outages of minutes are waited out; a round's own deadline still holds.
 RETRY = Retry(attempts=8, base_seconds=2.0, cap_seconds=30.0, deadline_seconds=180.0)
@@ -300,7 +301,14 @@ class Frames:
             )
         parts = cast(
             "Generator[bytes]",
-            stream(store, key, if_version=info.version, ahead=AHEAD, retry=self.retry),
+            stream(
+                store,
+                key,
+                if_version=info.version,
+                part_bytes=PART_BYTES,
+                ahead=AHEAD,
+                retry=self.retry,
+            ),
         )
         digest = hashlib.sha256()
         with contextlib.closing(parts), file_errors("write below", scratch):
