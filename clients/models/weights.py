@@ -341,11 +341,14 @@ def load(
             f"of {layout.size} and {layout.num_integers}"
         )
     state = module.state_dict()
-    # Copies, one tensor at a time: torch warns about read-only arrays, and exports
-    # by DLPack refuse them in older versions.
     for spec, view in layout.float_views(weights_d):
         held, rows = _held(state[spec.name])
-        held.copy_(torch.from_numpy(view[rows].copy()))
+        if held.device.type == "cpu" and held.dtype == torch.float32:
+            np.copyto(held.numpy(), view[rows])
+        else:
+            # Of a copy: torch warns about read-only arrays, and exports by DLPack
+            # refuse them in older versions.
+            held.copy_(torch.from_numpy(view[rows].copy()))
         give_back(view[rows])
     for integer_spec, integer_view in layout.integer_views(integers_m):
         state[integer_spec.name].copy_(torch.from_numpy(integer_view.copy()))
