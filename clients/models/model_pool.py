@@ -31,7 +31,15 @@ from federation.job.metrics import TRAINER
 from federation.job.selection_checks import counts_for_nan
 from federation.job.spec import JobSpec
 from federation.tree import Tree, leaves, num_records
-from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
+from federation.vectors import (
+    AVERAGED,
+    NO_ARRAYS,
+    Arrays,
+    IntegerVector,
+    Layout,
+    Role,
+    Vector,
+)
 from privacy.dp_sgd.fit import fit_for_privacy, without_batch_norm
 from privacy.dp_sgd.probe import Forward, check_records_apart
 
@@ -227,14 +235,20 @@ class ModelPool:
     """
 
     def __init__(
-        self, job: JobSpec, place_: Callable[[torch.nn.Module], None] | None = None
+        self,
+        job: JobSpec,
+        place_: Callable[[torch.nn.Module], None] | None = None,
+        *,
+        starts: bool = True,
     ) -> None:
         """Build the first instance, with the job's seed.
 
         Args:
             job: Names the factory, the device and the seed.
-            place_: Puts a new model where it trains. A rank of a site says so, and
-                needs no initial weights; without it models go to the job's device.
+            place_: Puts a new model where it trains; without it models go to the
+                job's device.
+            starts: Whether to keep a copy of the initial weights, for a run to start
+                from. A deployed site receives all weights.
 
         Raises:
             JobError: The factory cannot be imported or called, returns something
@@ -272,16 +286,15 @@ class ModelPool:
             hidden_matrices(first, job.training.optimizer)  # Refuses a model with none.
         self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)
         self.trained_spans = weights.trained_spans(first, self.layout)
-        initial = weights.read(first, self.layout)
-        _check_finite(self.layout, initial[0])
-        self._initial = None if place_ else initial
+        _check_finite(self.layout, first)
+        self._initial = weights.read(first, self.layout) if starts else None
         self._place_ = place_ or (lambda module: module.to(self.device))
         self._idle = [self._instance(first, trainer)]
 
     def initial_weights(self) -> tuple[Vector, IntegerVector]:
         """Weights that the job's seed gives: shapes ``(d,)`` and ``(m,)``."""
         if self._initial is None:
-            raise ValueError("a rank keeps no initial weights")
+            raise ValueError("this pool keeps no initial weights")
         weights_d, integers_m = self._initial
         return weights_d.copy(), integers_m.copy()
 
@@ -454,9 +467,12 @@ def _holds(container: Any, content: Any) -> bool:
     return True
 
 
-def _check_finite(layout: Layout, weights_d: Vector) -> None:
-    for spec, values in layout.float_views(weights_d):
-        if not np.isfinite(values).all():
+def _check_finite(layout: Layout, module: torch.nn.Module) -> None:
+    state = module.state_dict()
+    for spec in layout.tensors:
+        if spec.role not in AVERAGED:
+            continue
+        if not np.isfinite(state[spec.name].detach().float().cpu().numpy()).all():
             raise JobError(
                 f"{spec.name!r} of the model contains NaN or infinite values at the "
                 "start, which cannot be averaged; make a constant such as a mask a "

@@ -568,7 +568,7 @@ class SiteAgent:
         pools, data = list[ModelPool](), list[SiteData]()
         if may_call:
             with faults.noted(), LimitedSize(file.policy.max_values):
-                pools.append(ModelPool(site_ranks.agents_job(job, file)))
+                pools.append(ModelPool(site_ranks.agents_job(job, file), starts=False))
         if may_call or has_data or not rehearses(job, self.name):
             with faults.noted():
                 watch = self._meters.watch(store_meters.site(own[0]))

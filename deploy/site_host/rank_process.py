@@ -54,7 +54,9 @@ def _build(start: Start, peers: Peers) -> TorchTrainer:
     return TorchTrainer(
         job,
         site,
-        pool=ModelPool(job, partial(place_, peers=peers, compiled=compiled)),
+        pool=ModelPool(
+            job, partial(place_, peers=peers, compiled=compiled), starts=False
+        ),
         train=train,
         held_out=held_out,
         private=_private(start),

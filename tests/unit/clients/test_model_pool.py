@@ -187,6 +187,13 @@ def of_here(factory: str, **tables: Any) -> ModelPool:
     return ModelPool(small_job(model={"factory": f"{__name__}:{factory}"}, **tables))
 
 
+def test_a_pool_that_no_run_starts_from_keeps_no_initial_weights():
+    job = small_job(model={"factory": f"{__name__}:adapted"})
+    with pytest.raises(ValueError, match="keeps no initial weights"):
+        ModelPool(job, starts=False).initial_weights()
+    assert ModelPool(job).initial_weights()[0].size
+
+
 def test_frozen_values_neither_travel_nor_are_lost():
     """The vector holds what trains; the rest is named by its digest and exported."""
     pool = of_here("adapted")
