@@ -45,6 +45,7 @@ SHORT = {
     "deployed": "--only tiny --tiny-rounds 2 --flower-rounds 0",
     "dp_sgd": "--repetitions 1 --kinds cnn",
     "elasticity": "--rounds 10 --seeds 1",
+    "evaluate": "--turns 1 --records 500 --hidden 64",
     "few_levels": "--smoke",
     "group_sums": "--job POISONED --smoke --attacks flip",
     "live_page": "--rounds 3 --sites 4",
@@ -69,8 +70,8 @@ SHORT = {
 }
 # `make lint` checks the types of all of them; these two also run in `make test`.
 NORMAL = {"overhead", "precision"}
-NGINX = {"adapter_privacy", "agents_memory"}
-FLOWER = {"agents_memory", "combine", "deployed", "secure_aggregation"}
+NGINX = {"adapter_privacy", "agents_memory", "evaluate"}
+FLOWER = {"agents_memory", "combine", "deployed", "evaluate", "secure_aggregation"}
 # Its cases are tried below.
 ELSEWHERE = {"turn_cases"}
 LONG_CASES = {
