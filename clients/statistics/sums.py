@@ -25,6 +25,7 @@ from federation.job.statistics_table import (
     PRODUCTS,
     QUANTILES,
     SITES,
+    SMALL,
     SQUARES,
     SUMS,
     Column,
@@ -53,12 +54,13 @@ def sums_of(table: Table, stage: Stage, data: SiteColumns, before: Sums) -> Sums
         before: Sums over all sites of the stage before; empty for the first.
     """
     if before:
-        fine_v = _fine(table, data, before)
-        return {SITES: [1], QUANTILES: fine_v.tolist()}
+        sought = [c for c in table.numbers if c.spec.quantiles]
+        cells = {c.name: fine_cells(table, c, data) for c in sought}
+        return {SITES: [1], QUANTILES: quantile_sums(table, cells, before)}
     found = _Sums(table)
     for start in range(0, data.size, _BLOCK):
         found.add(data, slice(start, min(start + _BLOCK, data.size)))
-    parts = {SITES: [1], **found.parts(data)}
+    parts = {SITES: [1], SMALL: [0, 0], **found.parts(data)}
     return {p.name: parts[p.name] for p in stage.parts}
 
 
@@ -226,23 +228,31 @@ def _fine_bins(table: Table, column: Column, values_r: Array) -> Integers:
     return shifted_r
 
 
-def _fine(table: Table, data: SiteColumns, before: Sums) -> Integers:
-    """Count the values of each quantile's coarse bin in fine bins."""
-    found = list[Integers]()
-    bins: Mapping[str, Integers] = {
-        c.name: _fine_bins_of(table, c, data) for c in table.numbers if c.spec.quantiles
-    }
-    for column, _, at, _, _ in windows(table, before):
-        inside = bins[column.name] - at * FINE
-        inside = inside[(inside >= 0) & (inside < FINE)]
-        found.append(np.bincount(inside, minlength=FINE))
-    return np.concatenate(found)
-
-
-def _fine_bins_of(table: Table, column: Column, data: SiteColumns) -> Integers:
+def fine_cells(table: Table, column: Column, data: SiteColumns) -> Integers:
+    """Count a column's clipped values in each of the 32,768 fine bins."""
     values = np.array(data.numbers[column.name], np.float64)
     clipped = np.clip(values[~np.isnan(values)], *column.spec.bounds)
-    return _fine_bins(table, column, clipped)
+    bins = _fine_bins(table, column, clipped)
+    return np.bincount(bins, minlength=COARSE * FINE)
+
+
+def quantile_sums(
+    table: Table, cells: Mapping[str, Integers], before: Sums
+) -> list[int]:
+    """What a stage asks of quantiles, from the fine bins of each column.
+
+    Args:
+        table: What the job asks.
+        cells: Values in each fine bin, by column.
+        before: Sums over all sites of the stage before; empty for the first.
+    """
+    found: list[Integers] = [
+        c.reshape(COARSE, FINE).sum(axis=1) for c in cells.values()
+    ]
+    if before:
+        asked = windows(table, before)
+        found = [cells[c.name].reshape(COARSE, FINE)[at] for c, _, at, _, _ in asked]
+    return [int(n) for row in found for n in row]
 
 
 def _cells(column: Column, codes: Mapping[str, NDArray[np.int32]]) -> list[int]:

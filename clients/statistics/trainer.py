@@ -111,7 +111,7 @@ class StatisticsTrainer:
             noised = noise.release(exact, self._random_bytes)
             sums = {name: part.tolist() for name, part in noised.items()}
         elif self._least > 1:
-            sums = hide_small(self._table, sums, self._columns, self._least)
+            sums = hide_small(self._table, sums, self._columns, self._least, before)
         self._tell(self._told(arguments["round_index"], stage))
         return LocalUpdate(
             update_d=self._table.write(stage, sums),

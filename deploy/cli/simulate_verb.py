@@ -108,12 +108,21 @@ def print_statistics(found: "RunStatistics") -> None:
         names = ["column", "site", "difference", "distance"]
         rows = found.document()["drift"][:_MOST_SHOWN]
         say_table(names, [[_cell(row, n) for n in names] for row in rows])
-    if found.noise:
-        say("±           standard deviation of the noise; - is not known")
-        if quantiles:
-            say("( to )      holds the quantile with 95 %, for the noise")
+    _print_limits(found, has_quantiles=bool(quantiles))
     if found.epsilon is not None:
         say(f"epsilon     {found.epsilon:.3g} at delta {found.delta:.1g}")
+
+
+def _print_limits(found: "RunStatistics", *, has_quantiles: bool) -> None:
+    """Print what figures leave out, and how far noise may move them."""
+    if found.noise:
+        say("±           standard deviation of the noise; - is not known")
+    if found.left_out:
+        say(f"left out    {found.left_out}")
+    if has_quantiles and found.noise:
+        say("( to )      holds the quantile with 95 %, for the noise")
+    elif has_quantiles and found.rank_error:
+        say("( to )      holds the quantile: sites count few records together")
 
 
 def _print_cells(column: "ColumnStatistics") -> None:

@@ -32,7 +32,8 @@ class ColumnSpec:
         bins: Bins of equal width of a histogram from `low` to `high`; 0 for none.
         edges: Edges of the bins of a histogram instead, which are also the bounds.
         quantiles: Quantiles to find, each above 0 and below 1. They take a second
-            round, and are exact to 1/32,768 of the range.
+            round, and are exact to 1/32,768 of the range where sites leave out no
+            small cells.
         categories: All values of a column of words, or of whole numbers, whose records
             are counted one by one. Others are counted together.
     """

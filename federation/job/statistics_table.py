@@ -35,6 +35,9 @@ _DIGIT_BITS = 20  # Of the sum of a digit over all sites.
 _MOST_NORM = 8.0  # Of an update; sites accept 10.
 
 SITES = "sites"  # Each site adds 1, and no noise: how many sites a sum has.
+# Of exact sums, by how many records the rank of a quantile may be off at a site, and 1
+# if the site leaves out all of its records: see ``clients.statistics.small_cells``.
+SMALL = "small"
 COUNTS, SUMS, SQUARES, PRODUCTS = "counts", "sums", "squares", "products"
 HISTOGRAMS, CATEGORIES, QUANTILES = "histograms", "categories", "quantiles"
 KINDS = (COUNTS, SUMS, SQUARES, PRODUCTS, HISTOGRAMS, CATEGORIES, QUANTILES)
@@ -214,7 +217,8 @@ def _cached(key: "_Key") -> Table:
     )
     digit_bits = _DIGIT_BITS - (key.num_sites - 1).bit_length()
     grid_bits = _NOISED_GRID_BITS if noised else _GRID_BITS
-    first = _first(columns, grid_bits, covariances=spec.covariances)
+    first = [_ONE] if noised else [_ONE, _SMALL]
+    first += _first(columns, grid_bits, covariances=spec.covariances)
     stages = [Stage(parts=tuple(first), start=0, digit_bits=digit_bits)]
     if num_fine := sum(len(c.spec.quantiles) for c in columns):
         fine = Part(
@@ -258,12 +262,13 @@ def table_of(spec: StatisticsSpec, num_sites: int, *, noised: bool) -> Table:
 
 
 _ONE = Part(name=SITES, size=1, bits=2, most=0)
+_SMALL = Part(name=SMALL, size=2, bits=_COUNT_BITS, most=0)
 
 
 def _first(
     columns: Sequence[Column], grid_bits: int, *, covariances: bool
 ) -> Iterator[Part]:
-    """Parts of the first round that are not empty."""
+    """Parts of the first round that depend on records and are not empty."""
     numbers = [c.spec for c in columns if c.spec.kind == NUMBER]
     words = [c.spec for c in columns if c.spec.kind == CATEGORY]
     binned = [c for c in numbers if c.bin_edges]
@@ -272,7 +277,6 @@ def _first(
     pairs = num * (num + 1) // 2 if covariances else 0
     cells = sum(len(c.categories) + 1 for c in words)
     parts = (
-        _ONE,
         # Records, and those without a missing number; of each column those with a
         # value, and of numbers those below and above the bounds, never both.
         Part(

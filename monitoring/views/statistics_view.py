@@ -27,6 +27,7 @@ from federation.job.statistics_table import (
     PRODUCTS,
     QUANTILES,
     SITES,
+    SMALL,
     SQUARES,
     SUMS,
     Column,
@@ -51,7 +52,10 @@ class ColumnStatistics:
         kind: ``number`` or ``category``.
         unit: Unit of measurement, as in the job.
         count: Records with a value.
-        missing: Records without one.
+        missing: Records without one, or of sites that leave the column out, since too
+            few of their records have a value, or another than most.
+        hidden: Records in cells of a histogram or of categories that sites leave out,
+            which count as 0; None without such cells, and with noise.
         below: Records below the lower bound, which count as it.
         above: Records above the upper bound, likewise.
         sum: Sum of the values; None of categories, as all that follow.
@@ -60,9 +64,9 @@ class ColumnStatistics:
         deviation: Its square root.
         edges: Edges of the histogram's bins.
         histogram: Records in each bin.
-        quantiles: Value of each quantile; None where noise leaves it anywhere.
-        quantile_ranges: Between which values each is with 95 %, for the noise; empty
-            without differential privacy.
+        quantiles: Value of each quantile; None where it could be anywhere.
+        quantile_ranges: Between which values each is: with 95 % for noise, and surely
+            where sites count few records together; empty if it is exact.
         categories: Records of each category.
         other: Records of all other categories.
         noise: Standard deviation of the noise on each kind of figure, by its name, in
@@ -74,6 +78,7 @@ class ColumnStatistics:
     unit: str
     count: int
     missing: int
+    hidden: int | None = None
     below: int | None = None
     above: int | None = None
     sum: float | None = None
@@ -107,7 +112,8 @@ class Drift:
             doi:10.1002/sim.3697); None of categories and constants.
         distance: Jensen-Shannon distance of the histograms, or of the shares of the
             categories, from 0 to 1 (Endres and Schindelin 2003,
-            doi:10.1109/TIT.2003.813506); None without them.
+            doi:10.1109/TIT.2003.813506); None without them. Cells that may be left out
+            at some site are compared as one.
     """
 
     column: str
@@ -136,6 +142,9 @@ class RunStatistics:
         covariance_noise: Standard deviation of the noise on each covariance.
         correlations: Likewise; None also where a column is constant.
         correlation_noise: Standard deviation of the noise on each.
+        rank_error: By how many records the rank of a quantile may be off, since sites count
+            few records together; 0 where no site leaves out small cells.
+        sites_left_out: Sites that have too few records, and leave out all of them.
         noise: Standard deviation of the noise on a number of records, by kind; empty
             without differential privacy. Other figures: see ``ColumnStatistics``.
         drift: How far sites are apart, a row for each column, the largest first; empty
@@ -153,6 +162,8 @@ class RunStatistics:
     covariance_noise: tuple[tuple[float, ...], ...] = ()
     correlations: tuple[tuple[float | None, ...], ...] = ()
     correlation_noise: tuple[tuple[float | None, ...], ...] = ()
+    rank_error: int = 0
+    sites_left_out: int = 0
     noise: Mapping[str, float] = field(default_factory=dict)
     drift: tuple[Drift, ...] = ()
     epsilon: float | None = None
@@ -179,6 +190,20 @@ class RunStatistics:
         if not counts:
             raise ValueError(f"there is no column {column!r} of categories")
         return [sum(counts) / (len(counts) * size) for size in counts]
+
+    @property
+    def left_out(self) -> str:
+        """What sites have left out of exact sums, in words; empty if nothing."""
+        if not self.rank_error:
+            return ""
+        hidden = [f"{c.hidden:,} of {c.name}" for c in self.columns if c.hidden]
+        said = (
+            f"cells of few records of a site ({', '.join(hidden)}); " if hidden else ""
+        )
+        said += "few records below or above the bounds"
+        if self.sites_left_out:
+            said += f"; all records of {self.sites_left_out} of the sites"
+        return said
 
     def document(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -229,6 +254,8 @@ def statistics_of(job: JobSpec, table_d: Vector, view: RunView) -> RunStatistics
         records=sums[0][COUNTS][0],
         columns=tuple(map(reader.column, asked.columns)),
         **reader.matrices(),
+        rank_error=reader.rank_error,
+        sites_left_out=reader.sites_left_out,
         noise=reader.noise_on_records(),
         drift=tuple(_drift(asked, view)),
         epsilon=None if spent is None else spent.epsilon,
@@ -255,17 +282,30 @@ def _drift(asked: Table, view: RunView) -> Iterator[Drift]:
             for part in own
         }
         readers[name] = _Reader(asked, [own], []), _Reader(asked, [rest], [])
-    rows = [
-        max(
-            (
-                _apart(name, own.column(column), rest.column(column))
-                for name, (own, rest) in readers.items()
-            ),
-            key=lambda row: row.size,
-        )
-        for column in asked.columns
-    ]
+    rows = list[Drift]()
+    for column in asked.columns:
+        pairs = {
+            name: (own.column(column), rest.column(column))
+            for name, (own, rest) in readers.items()
+        }
+        shown = _shown([own for own, _ in pairs.values()])
+        of_sites = (_apart(name, *pair, shown) for name, pair in pairs.items())
+        rows.append(max(of_sites, key=lambda row: row.size))
     yield from sorted(rows, key=lambda row: -row.size)
+
+
+def _shown(sites: Sequence[ColumnStatistics]) -> Sequence[int]:
+    """Cells that no site has left out: a 0 is none where something is hidden."""
+    rows = [(_cells(each), each.hidden) for each in sites]
+    return [
+        at
+        for at in range(len(rows[0][0]))
+        if all(cells[at] or not hidden for cells, hidden in rows)
+    ]
+
+
+def _cells(column: ColumnStatistics) -> Sequence[int]:
+    return column.histogram or [*column.sizes.values()]
 
 
 def _sums_of(event: SiteSummed) -> Sums:
@@ -273,15 +313,19 @@ def _sums_of(event: SiteSummed) -> Sums:
     return {name: getattr(event, name) for name in names}
 
 
-def _apart(site: str, own: ColumnStatistics, rest: ColumnStatistics) -> Drift:
+def _apart(
+    site: str, own: ColumnStatistics, rest: ColumnStatistics, shown: Sequence[int]
+) -> Drift:
     difference = None
     if own.mean is not None and rest.mean is not None:
         spread = ((own.variance or 0.0) + (rest.variance or 0.0)) / 2
         if spread > 0:
             difference = (own.mean - rest.mean) / math.sqrt(spread)
-    cells = [list(each.histogram or each.sizes.values()) for each in (own, rest)]
+    cells = [[max(0, _cells(each)[at]) for at in shown] for each in (own, rest)]
     distance = None
     if all(map(sum, cells)):
+        for row, each in zip(cells, (own, rest), strict=True):
+            row.append(max(0, each.count - sum(row)))
         distance = _distance(*cells)
     return Drift(column=own.name, site=site, difference=difference, distance=distance)
 
@@ -326,6 +370,7 @@ class _Reader:
             c.name: [next(cells) for _ in range(len(c.spec.categories) + 1)]
             for c in asked.words
         }
+        self.rank_error, self.sites_left_out = self._sums.get(SMALL, (0, 0))
         bins = iter(self._sums.get(HISTOGRAMS, ()))
         self._bins = {
             c.name: tuple(next(bins) for _ in c.spec.bin_edges[1:])
@@ -353,6 +398,7 @@ class _Reader:
             listed = dict(zip(spec.categories, cells, strict=True))
             noise["categories"] = self._noise.get(CATEGORIES, 0.0)
             facts["noise"] = noise if self._noise else {}
+            facts["hidden"] = self._hidden(count, self._cells[name])
             return ColumnStatistics(**facts, categories=listed, other=other)
         at, num = self._number[name], len(self._number)
         beyond = 2 + len(self._asked.columns) + at
@@ -383,6 +429,7 @@ class _Reader:
         return ColumnStatistics(
             **facts,
             noise=noise if self._noise else {},
+            hidden=self._hidden(count, self._bins[name]),
             below=counts[beyond],
             above=counts[beyond + num],
             sum=float(middle * count + half * Fraction(total, scale)),
@@ -394,6 +441,9 @@ class _Reader:
             quantiles=self._quantiles.get(name, {}),
             quantile_ranges=self._ranges.get(name, {}),
         )
+
+    def _hidden(self, count: int, cells: Sequence[int]) -> int | None:
+        return count - sum(cells) if cells and not self._noise else None
 
     def noise_on_records(self) -> Mapping[str, float]:
         """Standard deviation of the noise on each kind of number of records."""
@@ -537,8 +587,10 @@ def _quantiles(
     """The middle of the fine bin in which each quantile is: its lower value.
 
     Returns:
-        It, and with noise between which values it is; by column and quantile.
+        It, and between which values it is, unless it is exact; by column and quantile.
     """
+    small, _ = sums[0].get(SMALL, (0, 0))
+    margins = tuple(_CLEAR * each[QUANTILES] for each in noise) or (0.0, 0.0)
     fine, coarse = iter(sums[1][QUANTILES]), iter(sums[0][QUANTILES])
     counts = {
         c.name: [next(coarse) for _ in range(COARSE)]
@@ -550,17 +602,18 @@ def _quantiles(
     for column, quantile, at, rank, below in windows(asked, sums[0]):
         name, upto, bin_ = column.name, below, FINE - 1
         sizes = [next(fine) for _ in range(FINE)]
-        if not any(sizes):  # Sites have hidden them: none is known.
-            bin_ = FINE // 2
         for number, size in enumerate(sizes):
             upto += size
             if upto >= rank:
                 bin_ = min(bin_, number)
         place = at * FINE + bin_
         value: float | None = _value(column, place + 0.5)
-        if noise:
-            edges = _edges(counts[name], sizes, at, quantile, noise)
-            first, last = _range(edges, (place, place + 1))
+        if not (noise or any(sizes)):
+            value = None  # No site has values.
+        elif noise or small:
+            edges = _edges(counts[name], sizes, at, quantile, margins)
+            off = ((edge, by, margin + small) for edge, by, margin in edges)
+            first, last = _range(off, (place, place + 1))
             if (first, last) == (0, COARSE * FINE):
                 value = None
             ends = [_value(column, first), _value(column, last)]
@@ -579,46 +632,51 @@ def _edges(
     fine: Sequence[int],
     at: int,
     quantile: float,
-    noise: Sequence[Mapping[str, float]],
+    margins: Sequence[float],
 ) -> Iterator[tuple[int, float, float]]:
     """What noised counts say of where a quantile q is.
 
     Values below an edge, less the share q of all: ``D = A - q (A + B)`` for the sums A
     and B of a and b bins below and above it. Its noise has the variance
     ``s^2 ((1 - q)^2 a + q^2 b)``, and that of the fine bins that are added to A. The
-    quantile is below the edge where D without noise is 0 or more.
+    quantile is below the edge where D without noise is 0 or more. Three deviations at
+    each edge, where the noise of neighbours is nearly the same, leave 95 % and more for
+    all of them together.
+
+    Args:
+        counts: Of each coarse bin.
+        fine: Of each fine bin of the coarse bin ``at``.
+        at: Where the quantile is.
+        quantile: q.
+        margins: Three deviations of the noise on a coarse and on a fine bin.
 
     Yields:
-        Number of a fine edge, D, and the standard deviation of its noise.
+        Number of a fine edge, D, and three deviations of its noise.
     """
-    of_coarse, of_fine = (each[QUANTILES] for each in noise)
+    of_coarse, of_fine = margins
     rank, below = quantile * sum(counts), 0
     for a in range(COARSE + 1):
-        deviation = of_coarse * math.hypot(
+        margin = of_coarse * math.hypot(
             (1 - quantile) * math.sqrt(a), quantile * math.sqrt(COARSE - a)
         )
-        yield a * FINE, below - rank, deviation
+        yield a * FINE, below - rank, margin
         if a == at:
             inside = below
             for number, size in enumerate(fine, 1):
                 inside += size
                 beside = of_fine * math.sqrt(number)
-                yield a * FINE + number, inside - rank, math.hypot(deviation, beside)
+                yield a * FINE + number, inside - rank, math.hypot(margin, beside)
         below += counts[a] if a < COARSE else 0
 
 
 def _range(
     edges: Iterator[tuple[int, float, float]], place: tuple[int, int]
 ) -> tuple[int, int]:
-    """The edges between which a quantile surely is, and its place: 3 deviations.
-
-    So much at each edge, where the noise of neighbours is nearly the same, leaves 95 %
-    and more for all of them together.
-    """
+    """The edges between which a quantile surely is, and its place."""
     first, last = 0, COARSE * FINE
-    for edge, found, deviation in edges:
-        if found + _CLEAR * deviation < 0:
+    for edge, found, margin in edges:
+        if found + margin < 0:
             first = max(first, edge)
-        elif found - _CLEAR * deviation >= 0:
+        elif found - margin >= 0:
             last = min(last, edge)
     return min(first, last, place[0]), max(first, last, place[1])

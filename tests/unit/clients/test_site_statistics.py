@@ -236,7 +236,7 @@ def hidden(least: int = 10, **columns: Any) -> dict[str, list[int]]:
     part_of = asked({**AGE, "bins": 5}, {**SEX, "categories": ["0", "1"]})
     data = read(part_of, rows(**columns), SITE, lambda _: None)
     sums = sums_of(part_of, part_of.stages[0], data, {})
-    return {n: list(p) for n, p in hide_small(part_of, sums, data, least).items()}
+    return {n: list(p) for n, p in hide_small(part_of, sums, data, least, {}).items()}
 
 
 def test_no_small_cell_is_shown_nor_left_over():
@@ -270,7 +270,7 @@ def test_a_column_of_few_values_and_a_site_of_few_records_say_nothing():
     assert not any(few["products"])
     assert few["counts"] == [39, 0, 0, 39, 0, 0]
     alone = hidden(age=[50.0] * 9, sex=[0] * 9)
-    assert alone.pop("sites") == [1]
+    assert (alone.pop("sites"), alone.pop("small")) == ([1], [9, 1])
     assert not any(map(any, alone.values()))
     beyond = hidden(age=[120.0] * 9 + [50.0] * 30, sex=[0] * 39)
     assert beyond["counts"][-2:] == [0, 0]
@@ -306,7 +306,7 @@ def test_bounds_that_single_a_record_out_give_no_sum(
             lambda _: None,
         )
         exact = sums_of(part_of, part_of.stages[0], data, {})
-        shown.append(hide_small(part_of, exact, data, 10))
+        shown.append(hide_small(part_of, exact, data, 10, {}))
         assert not any(shown[-1]["sums"])
         assert not any(shown[-1]["squares"])
         assert not any(shown[-1]["products"])
@@ -322,7 +322,7 @@ def test_sums_that_differ_by_few_records_are_not_both_shown():
         y = np.concatenate([[math.nan] * gaps, rng.normal(size=80 - gaps)])
         data = read(part_of, rows(x=rng.normal(size=80), y=y), SITE, lambda _: None)
         exact = sums_of(part_of, part_of.stages[0], data, {})
-        shown = hide_small(part_of, exact, data, 10)
+        shown = hide_small(part_of, exact, data, 10, {})
         assert all(shown["sums"][:2])
         assert any(shown["products"]) == any(shown["sums"][2:]) == is_shown, gaps
 

@@ -41,7 +41,7 @@ def test_sums_over_sites_are_exact_after_a_mean_in_float32(sites: int):
                     for x in [*rng.uniform(-1, 1, p.size).tolist(), 1, -1][-p.size :]
                 ]
                 if p.most
-                else [1]
+                else [1] * p.size
                 for p in stage.parts
             }
             update_d = asked.write(stage, sums)
