@@ -29,11 +29,12 @@ class StatisticsPolicySpec:
             `policy.total_epsilon` hold, too.
         min_count: Fewest of this site's records in a cell of exact statistics. Smaller
             cells, columns with fewer values and sums that tell of fewer records are
-            left out, with others, so that they cannot be computed from the rest.
-            Records without a value in a column are counted exactly. 1 leaves out
-            nothing.
+            left out, with others, so that they cannot be computed from the rest. For
+            quantiles, so many neighbouring values are counted together. Records without
+            a value in a column are counted exactly. 1 leaves out nothing.
         exact_questions: How many different exact questions it answers about its data,
-            over all runs. With differential privacy questions are charged instead.
+            over all runs, and none about columns that have changed since. With
+            differential privacy questions are charged instead.
     """
 
     columns: tuple[str, ...] = ("*",)

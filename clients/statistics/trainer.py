@@ -9,7 +9,7 @@ for updates, from masks to resuming, holds for them. With differential privacy,
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Unpack
 
 import numpy as np
@@ -21,7 +21,7 @@ from clients.statistics.small_cells import hide_small
 from clients.statistics.sums import sums_of
 from federation.errors import ProtocolError
 from federation.ids import SiteId
-from federation.job.statistics_table import Stage, Sums, Table
+from federation.job.statistics_table import Stage, Sums, Table, windows
 from federation.messages import MetricSums, PrivacySpent
 from federation.protocols import (
     FitArguments,
@@ -47,6 +47,7 @@ class StatisticsTrainer:
         noise_multiplier: float | None = None,
         least_count: int = 1,
         tell: Callable[[str], None] = _LOG.info,
+        note_places: Callable[[Sequence[int]], None] = lambda _: None,
         random_bytes: RandomBytes = os.urandom,
     ) -> None:
         """Read the columns of a site's training records.
@@ -59,6 +60,8 @@ class StatisticsTrainer:
             noise_multiplier: Noise of a round; None for exact sums.
             least_count: Fewest records in a cell of exact sums.
             tell: Takes what is about to leave, for the site's operator.
+            note_places: Takes where exact sums look for quantiles, before they are
+                computed; it may refuse.
             random_bytes: Source of the keys of the noise.
 
         Raises:
@@ -70,6 +73,7 @@ class StatisticsTrainer:
         self._noise = noise_multiplier
         self._least = least_count
         self._tell = tell
+        self._note_places = note_places
         self._random_bytes = random_bytes
 
     def layout(self) -> Layout:
@@ -94,6 +98,7 @@ class StatisticsTrainer:
 
         Raises:
             ProtocolError: The table is complete.
+            FederationError: The site does not answer for these places.
         """
         stage = self._table.due(weights_d)
         if stage is None:
@@ -104,6 +109,9 @@ class StatisticsTrainer:
         before: Sums = {}
         if stage is not first:
             before = self._table.read(first, weights_d)
+            if self._noise is None:
+                found = windows(self._table, before)
+                self._note_places([at for _, _, at, _, _ in found])
         sums = sums_of(self._table, stage, self._columns, before)
         if self._noise is not None:
             noise = mechanism_of(self._table, stage, self._noise)

@@ -1,7 +1,7 @@
 """Model and data of a job on one machine, ready for its sites."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -69,6 +69,7 @@ class Federation:
         allocate: Makes vectors of what a site's updates have left out.
         least_count: Fewest records of a site in a cell of exact statistics.
         tell: Takes what a site answers to jobs of statistics, for its operator.
+        note_places: Takes where exact statistics look for quantiles; it may refuse.
     """
 
     job: JobSpec
@@ -80,6 +81,7 @@ class Federation:
     allocate: Allocate = in_memory
     least_count: int = 1
     tell: Callable[[str], None] = logging.getLogger(__name__).info
+    note_places: Callable[[Sequence[int]], None] = lambda _: None
 
     def trainer(self, name: SiteId) -> Trainer:
         """Make a site's trainer, without privacy for single records."""
@@ -129,6 +131,7 @@ class Federation:
             noise_multiplier=noise_multiplier,
             least_count=self.least_count,
             tell=self.tell,
+            note_places=self.note_places,
         )
 
     def site(

@@ -52,6 +52,7 @@ from deploy.site_host.run import (
     note_limits,
     open_run,
     order_seed,
+    places_noted,
     private_sites,
     runs_folder,
     site_memory,
@@ -522,6 +523,7 @@ class SiteAgent:
             ),
             least_count=config.file.policy.statistics.min_count,
             tell=lambda text: self.listener(f"run {run_id}: {text}"),
+            note_places=places_noted(config, job),
         )
         return ProposedRun(
             run_id=run_id,

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from clients.privacy.ledger_memory import (
 )
 from clients.privacy.level_seal import seal_of
 from clients.privacy.policy_spec import PolicySpec
-from clients.privacy.questions import exact_moments, note_question
+from clients.privacy.questions import exact_moments, note_places, note_question
 from clients.privacy.ring_seal import Protection
 from clients.privacy.site_memory import (
     ConfirmedMemory,
@@ -245,6 +245,22 @@ def _note_question(met: ProposedRun, promise: SitePrivacy | None) -> None:
         train, _ = met.federation.site_data[SiteId(config.file.name)]
         most = policy.statistics.exact_questions
         note_question(site_memory(config), name_data(config), job, train, most=most)
+
+
+def places_noted(config: SiteConfig, job: JobSpec) -> Callable[[Sequence[int]], None]:
+    """What remembers where exact statistics look for quantiles, before the answer.
+
+    Args:
+        config: The operator's ``site.toml``.
+        job: The job of statistics.
+    """
+    most = config.file.policy.statistics.exact_questions
+
+    def note(places: Sequence[int]) -> None:
+        memory, dataset = site_memory(config), name_data(config)
+        note_places(memory, dataset, job, places, most=most)
+
+    return note
 
 
 def note_limits(

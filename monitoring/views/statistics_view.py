@@ -142,8 +142,8 @@ class RunStatistics:
         covariance_noise: Standard deviation of the noise on each covariance.
         correlations: Likewise; None also where a column is constant.
         correlation_noise: Standard deviation of the noise on each.
-        rank_error: By how many records the rank of a quantile may be off, since sites count
-            few records together; 0 where no site leaves out small cells.
+        rank_error: By how many records the rank of a quantile may be off, since sites
+            count few records together; 0 where no site leaves out small cells.
         sites_left_out: Sites that have too few records, and leave out all of them.
         noise: Standard deviation of the noise on a number of records, by kind; empty
             without differential privacy. Other figures: see ``ColumnStatistics``.

@@ -9,12 +9,12 @@ from support.small_jobs import small_job
 
 from clients.data.datasets import as_dataset
 from clients.data.tables import Table as Rows, Words, words_of
-from clients.privacy.questions import exact_moments, note_question
+from clients.privacy.questions import exact_moments, note_places, note_question
 from clients.privacy.site_memory import InMemory
 from clients.statistics.columns import read
 from clients.statistics.small_cells import hide_small
 from clients.statistics.sums import sums_of
-from federation.errors import JobError, SiteError
+from federation.errors import CorruptObject, JobError, SiteError
 from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.statistics_checks import table
@@ -349,15 +349,22 @@ def test_moments_of_columns_that_were_answered_exactly_are_known():
     assert exact_moments(memory, "other", job) == []
 
 
+def exact_job(bins: int = 5, *columns: dict[str, Any]) -> Any:
+    document = {"name": f"job-{bins}", "sites": [{"name": SITE}, {"name": "b"}]}
+    asked_of = [*(columns or [{**AGE, "bins": bins}])]
+    return job_file.parse({**document, "statistics": {"columns": asked_of}})
+
+
+EXACT = {"age": [5.0, 25.0, 45.0], "sex": [0, 1, 0]}
+
+
 def test_exact_questions_are_few_and_not_repeated_on_other_data():
     """Overlapping bins and rows that changed are refused; the same is answered."""
-    memory, data = InMemory(), {"age": [5.0, 25.0, 45.0], "sex": [0, 1, 0]}
+    memory = InMemory()
 
     def ask(bins: int = 5, most: int = 1, dataset: str = "d", **changed: Any) -> None:
-        columns = [{**AGE, "bins": bins}]
-        document = {"name": f"job-{bins}", "sites": [{"name": SITE}, {"name": "b"}]}
-        job = job_file.parse({**document, "statistics": {"columns": columns}})
-        note_question(memory, dataset, job, rows(**{**data, **changed}), most=most)
+        data = rows(**{**EXACT, **changed})
+        note_question(memory, dataset, exact_job(bins), data, most=most)
 
     ask()
     ask()  # A restart, or the same run for other sites: see cohorts.
@@ -369,14 +376,47 @@ def test_exact_questions_are_few_and_not_repeated_on_other_data():
     with pytest.raises(JobError, match="records that changed"):
         ask(age=[5.0, 25.0], sex=[0, 1])
     ask(bins=6, most=2)
-    columns = [{"names": ["sex.has.1"], "low": 0.0, "high": 1.0}]
-    document = {
-        "name": "s",
-        "sites": [{"name": SITE}],
-        "statistics": {"columns": columns},
-    }
-    of_texts = job_file.parse(document)
-    note_question(memory, "texts", of_texts, rows(**data), most=1)
+    ask(bins=6)  # Fewer are allowed by now, and this one is known.
+    words = exact_job(5, {"names": ["sex.has.1"], "low": 0.0, "high": 1.0})
+    note_question(memory, "texts", words, rows(**EXACT), most=1)
     with pytest.raises(JobError, match="records that changed"):
-        note_question(memory, "texts", of_texts, rows(sex=[1, 1, 0]), most=1)
+        note_question(memory, "texts", words, rows(sex=[1, 1, 0]), most=1)
     ask(bins=6, dataset="other")
+
+
+def test_no_other_exact_question_is_answered_once_a_column_has_changed():
+    """Whatever its text: a bound that differs by little shows the same difference."""
+    memory, sex = InMemory(), exact_job(5, SEX)
+    note_question(memory, "d", exact_job(), rows(**EXACT), most=9)
+    fewer = {name: values[1:] for name, values in EXACT.items()}
+    for job in (exact_job(6), exact_job(5, {**AGE, "high": 100.01}), sex):
+        with pytest.raises(JobError, match="records that changed") as caught:
+            note_question(memory, "d", job, rows(**fewer), most=9)
+        assert not caught.value.remedy  # No number of questions mends it.
+    other = {**EXACT, "age": [5.0, 25.0, 44.0]}
+    with pytest.raises(JobError, match="'age'"):
+        note_question(memory, "d", exact_job(5, SEX, AGE), rows(**other), most=9)
+    note_question(memory, "d", sex, rows(**other), most=9)
+
+
+def test_another_place_of_a_quantile_is_another_question():
+    memory, job = InMemory(), exact_job()
+    note_question(memory, "d", job, rows(**EXACT), most=1)
+    note_places(memory, "d", job, [4, 9], most=1)
+    note_places(memory, "d", job, [4, 9], most=1)  # A round that was lost.
+    for job_now, places in ((job, [4, 10]), (exact_job(6), [4, 9])):
+        with pytest.raises(JobError, match=r"single records.*exact_questions"):
+            note_places(memory, "d", job_now, places, most=1)
+    note_places(memory, "d", job, [4, 10], most=2)
+    with pytest.raises(JobError, match="single records"):
+        note_question(memory, "d", exact_job(6), rows(**EXACT), most=2)
+
+
+def test_a_memory_of_another_form_answers_no_exact_question():
+    memory = InMemory()
+    old = {"d": {"a" * 64: "b" * 64}}
+    memory.update("questions", lambda _: old)
+    for most in (1, 9):
+        with pytest.raises(CorruptObject, match="another form"):
+            note_question(memory, "d", exact_job(), rows(**EXACT), most=most)
+    assert memory.read("questions") == old

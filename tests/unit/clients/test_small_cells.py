@@ -1,7 +1,7 @@
 """What few records of a site show in exact statistics: nothing, in all its answers."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +13,14 @@ from clients.data.tables import Table as Rows
 from clients.statistics.columns import read
 from clients.statistics.small_cells import grouped, hide_small
 from clients.statistics.sums import sums_of
+from clients.statistics.trainer import StatisticsTrainer
+from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.job.statistics_checks import table
 from federation.job.statistics_table import COARSE, COUNTS, FINE, QUANTILES, Sums
+from federation.vectors import Layout, Role
 from monitoring.views.run_view import COMPLETED
 from monitoring.views.statistics_view import RunStatistics, statistics_of
 
@@ -68,15 +71,18 @@ def everything(values: Values, least: int) -> tuple[Any, ...]:
 
 
 def test_groups_are_large_and_stay_near_their_records():
-    """For every small table; grouping twice changes nothing."""
-    for least in (2, 3, 4):
-        for cells in itertools.product(range(4), repeat=5):
-            exact, found = np.array(cells), grouped(np.array(cells), least)
-            assert not any(0 < n < least for n in found), cells
-            assert (grouped(found, least) == found).all(), cells
-            assert found.sum() == (exact.sum() if exact.sum() >= least else 0), cells
+    """For every small table, and for sparse ones; grouping twice changes nothing."""
+    rng = np.random.default_rng(0)
+    small = (np.array(cells) for cells in itertools.product(range(4), repeat=5))
+    wide = (rng.integers(0, 6, 1024) * (rng.random(1024) < 0.01) for _ in range(150))
+    for exact in itertools.chain(small, wide):
+        for least in (2, 3, 4):
+            found = grouped(exact, least)
+            assert not ((found > 0) & (found < least)).any(), exact
+            assert (grouped(found, least) == found).all(), exact
+            assert found.sum() == (exact.sum() if exact.sum() >= least else 0), exact
             moved = abs(np.cumsum(exact) - np.cumsum(found)).max()
-            assert moved < least or exact.sum() < least, cells
+            assert moved < least or exact.sum() < least, exact
 
 
 def test_a_group_does_not_show_the_cell_of_one_of_its_records():
@@ -251,3 +257,38 @@ def test_cells_that_a_site_leaves_out_are_not_compared_as_if_empty():
 def test_a_quantile_of_no_values_is_not_known():
     found = pooled([[5.0] * 3], 10, {**X, "quantiles": [0.5]})
     assert found.columns[0].quantiles == {"0.5": None}
+
+
+def test_other_places_are_noted_before_the_second_round_is_answered():
+    job = asked({**X, "quantiles": [0.5]})
+    part_of, seen = table(job), list[tuple[int, ...]]()
+
+    def note(places: Sequence[int]) -> None:
+        if seen:
+            raise JobError("no more", key="statistics")
+        seen.append(tuple(places))
+
+    trainer = trainer_of(job, note)
+    table_d = np.zeros(part_of.num_values, np.float32)
+    none = np.zeros(0, np.int64)
+    table_d += trainer.fit(table_d, none, round_index=1).update_d
+    assert seen == []
+    trainer.fit(table_d, none, round_index=2)
+    assert len(seen) == 1
+    with pytest.raises(JobError):
+        trainer.fit(table_d, none, round_index=2)
+
+
+def trainer_of(
+    job: JobSpec, note: Callable[[Sequence[int]], None]
+) -> StatisticsTrainer:
+    part_of = table(job)
+    sums = ("sums", (part_of.num_values,), "float32", Role.PARAMETER)
+    return StatisticsTrainer(
+        part_of,
+        SITE,
+        layout=Layout.build([sums]),
+        train=rows(np.linspace(LOW, HIGH, 100).tolist()),
+        least_count=10,
+        note_places=note,
+    )
