@@ -127,19 +127,6 @@ def _own(updates: list[WeightedUpdate], refused: list[str]) -> list[WeightedUpda
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("size", SIZES)
-def test_mean_in_the_updates_memory_has_the_same_bits(size: int):
-    """The first update's memory, then the next one's; the caller's is not touched."""
-    updates, refused = _updates(3, size=size), list[str]()
-    owned, out_d = _own(updates, refused), np.full(size, np.nan, np.float32)
-    mean_d = combine.weighted_mean(iter(owned), out_d)
-    assert mean_d.tobytes() == _run(combine.weighted_mean, updates).tobytes()
-    assert mean_d is owned[-1].delta_d
-    assert np.isnan(out_d).all()
-    assert not refused
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_bad_value_found_late_leaves_the_mean_as_it_was(size: int, bad: int):
     """Also the very last value, when all before it has been folded."""

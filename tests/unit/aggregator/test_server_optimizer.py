@@ -91,15 +91,3 @@ def test_steps_of_chunks_are_the_step_of_all(name: str):
     for key, values_d in state.items():
         np.testing.assert_array_equal(whole[key], values_d)
         assert values_d.dtype == np.float32
-
-
-@pytest.mark.parametrize("name", ["momentum", "nesterov"])
-def test_without_momentum_it_is_average(name: str):
-    """A decay of 0 leaves nothing of the velocity."""
-    weights_d, updates = _inputs(100)
-    results = []
-    for spec in (_spec("average"), _spec(name, momentum=0.0)):
-        optimizer = server_optimizer(spec)
-        state = optimizer.init(100)
-        results.append(_apply(optimizer, weights_d, state, updates[0].copy()))
-    np.testing.assert_array_equal(*results)

@@ -1,7 +1,5 @@
 """Reading what data sources return, and the sources out of the box."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -20,7 +17,6 @@ from torch.utils.data import (
 
 from clients.data import (
     Examples,
-    _bundled,
     as_dataset,
     breast_cancer,
     digits,
@@ -121,20 +117,6 @@ def test_batches_keep_the_nesting_of_the_data(obj: object):
     assert targets[1].tolist() == [[8.0, 9.0], [2.0, 3.0]]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "said"),
-    [
-        ({"a": INPUTS, "b": INPUTS[:5]}, "there are 6 inputs and 5 inputs"),
-        ({"a": INPUTS, "b": "text"}, "expected"),
-        ({}, "no array"),
-    ],
-)
-def test_nested_data_of_other_things(inputs: object, said: str):
-    """Every leaf is an array with one row for each record."""
-    with pytest.raises(SiteError, match=said):
-        read((inputs, CLASSES))
-
-
 @pytest.mark.parametrize("booleans", [CLASSES > 0, torch.from_numpy(CLASSES > 0)])
 def test_boolean_targets_are_classes(booleans: object):
     """True and false are the classes 1 and 0."""
@@ -231,22 +213,6 @@ def test_items_without_targets():
     assert targets is None
 
 
-@pytest.mark.parametrize(
-    ("groups", "names", "message"),
-    [
-        (np.zeros(5, int), ("a",), "6 inputs and 5 groups"),
-        (np.ones(6, int), ("a",), "indices into the 1 group_names"),
-        (np.zeros(6), ("a",), "groups must be integers"),
-    ],
-)
-def test_examples_check_their_groups(
-    groups: NDArray[Any], names: tuple[str, ...], message: str
-):
-    """Groups are one index per example into the names."""
-    with pytest.raises(ValueError, match=message):
-        Examples(inputs=INPUTS, groups=groups, group_names=names)
-
-
 def test_load_names_the_key():
     """A wrong option is reported under the key that holds it."""
     with pytest.raises(JobError, match=r"sites\[1\].data.options.*'fraction'"):
@@ -280,33 +246,6 @@ def test_bundled_data_is_split_by_class(
     assert expected.tolist() == np.bincount(held_out.targets).tolist()
     np.testing.assert_array_equal(held_out.inputs, source()[1].inputs)
     assert not np.array_equal(held_out.inputs, source(seed=1)[1].inputs)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_bundled_data_are_read_without_scikit_learn():
-    """What scikit-learn ships is what it loads, and it need not be imported."""
-    from sklearn.datasets import (  # noqa: PLC0415 (a second to import)
-        load_breast_cancer,
-        load_digits,
-    )
-
-    code = (
-        "import sys; from clients.data import breast_cancer, digits;"
-        "digits(), breast_cancer(); assert not {'sklearn', 'scipy'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    for (values, classes), (expected, labels) in (
-        (_bundled("digits.csv.gz"), load_digits(return_X_y=True)),
-        (
-            _bundled("breast_cancer.csv", skip_rows=1),
-            load_breast_cancer(return_X_y=True),
-        ),
-    ):
-        assert values.dtype == expected.dtype
-        assert classes.dtype == labels.dtype
-        assert np.array_equal(values, expected)
-        assert np.array_equal(classes, labels)
 
 
 @pytest.mark.parametrize("source", [digits, text_folder])

@@ -3,14 +3,11 @@
 import re
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - its usual name.
 
 from clients import models
-from clients.data import load
 
 
 def num_parameters(model: nn.Module):
@@ -88,20 +85,3 @@ def test_classifiers_map_examples_to_classes(
 ):
     """One row of logits per example."""
     assert model()(torch.zeros(inputs)).shape == expected
-
-
-@pytest.mark.slow
-def test_digits_cnn_learns_digits():
-    """A few epochs on all the training digits reach 92 % on the held-out ones."""
-    train, held_out = load("clients.data:digits", {})
-    torch.manual_seed(0)
-    rng, model = np.random.default_rng(0), models.digits_cnn(width=16)
-    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
-    for _ in range(3):
-        for batch in np.array_split(rng.permutation(len(train)), 45):
-            inputs, targets = train.batch(batch)
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-    inputs, targets = held_out.batch(np.arange(len(held_out)))
-    assert (model(inputs).argmax(1) == targets).float().mean() > 0.92

@@ -100,19 +100,6 @@ def test_work_that_does_not_draw_runs_together():
         assert {0, 1} == {future.result() for future in futures}
 
 
-def test_other_kinds_do_not_disturb_work_that_draws():
-    """Once training draws, evaluation waits for its turn."""
-    draws = GlobalDraws(CPU)
-    for kind, work in [("evaluate", list), ("train", some_draws)]:
-        draws.run(work, kind=kind, seed=0)
-    alone = draws.run(some_draws, kind="train", seed=1)
-    with ThreadPoolExecutor(2) as executor:
-        training = executor.submit(draws.run, some_draws, kind="train", seed=1)
-        other = executor.submit(draws.run, some_draws, kind="evaluate", seed=2)
-        assert alone == training.result()
-        assert alone != other.result()
-
-
 def test_failing_work_lets_the_next_one_in():
     """An error passes through, alone as well as together."""
 

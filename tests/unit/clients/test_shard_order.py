@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 from support.examples import few
-from support.small_jobs import blobs, small_job
 
 from clients.data.batches import ALONE, Rank, Shuffle, epochwise, stepwise
-from clients.data.datasets import Batch, Dataset, Indices, as_dataset
-from clients.models.model_pool import ModelPool
+from clients.data.datasets import Indices
 from clients.shards.dataset import ORDERS
 from clients.shards.order import shard_order
-from clients.training.trainer import TorchTrainer
 from federation.ids import SiteId
 
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=12)
@@ -195,54 +192,3 @@ def test_ranks_walk_through_whole_epochs(sizes: list[int], batch_size: int, rank
 def batches(number: int) -> Iterator[Indices]:
     for i in range(number):
         yield np.arange(4 * i, 4 * i + 4)
-
-
-class Told:
-    """Data that notes what it is told, and gives what a trainer asks for."""
-
-    examples_ahead = 20
-    groups = None
-    group_names = ()
-
-    def __init__(self) -> None:
-        self.told: list[int] = []
-        self._data = as_dataset(blobs()[0], name="blobs")
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def batch(self, indices: Indices) -> Batch:
-        assert set(indices.tolist()) <= set(self.told)
-        return self._data.batch(indices)
-
-    def labels(self) -> Indices | None:
-        return self._data.labels()
-
-    def subset(self, indices: Indices) -> Dataset:
-        return self._data.subset(indices)
-
-    def apart(self) -> Dataset:
-        return self
-
-    def epoch_order(self, _: np.random.Generator, __: Rank = ALONE) -> Indices | None:
-        return None
-
-    def expect(self, indices: Indices) -> None:
-        self.told += indices.tolist()
-
-
-@pytest.mark.parametrize("training", [{"local_steps": 5}, {"local_epochs": 1}])
-def test_what_a_trainer_tells(training: dict[str, int]):
-    """The first batches when it is made; nothing that no round of the run reads."""
-    job = small_job(rounds=2, training={"batch_size": 10, **training})
-    data = Told()
-    pool = ModelPool(job)
-    trainer = TorchTrainer(
-        job, SiteId("a"), pool=pool, train=data, held_out=data.subset(np.arange(3))
-    )
-    assert len(data.told) == 20
-    per_round = 50 if "local_steps" in training else 60
-    for round_index, expected in ((1, per_round + 10), (2, per_round)):
-        data.told.clear()
-        trainer.fit(*pool.initial_weights(), round_index=round_index)
-        assert len(data.told) == expected

@@ -2,7 +2,6 @@
 
 import io
 import json
-import tarfile
 from typing import Any
 
 import numpy as np
@@ -112,30 +111,6 @@ def test_what_is_read_is_what_was_written(source: Any, encoding: str):
     chosen = np.array([5, 29, 3, 3, 17, 20, 1])
     assert_same(train.subset(chosen), whole.subset(chosen))
     verify_dataset(store, train, held_out)
-
-
-def test_stock_tools_read_tar_shards():
-    """`tarfile` and `np.load` give the examples, with members in WebDataset's order."""
-    store, examples = MemoryStore(), images()
-    index = write(store, examples)
-    number = 0
-    for shard in index.train.shards:
-        with tarfile.open(fileobj=io.BytesIO(store.read(shard.key))) as archive:
-            members = archive.getmembers()
-            files = [archive.extractfile(member) for member in members]
-            contents = [file.read() for file in files if file is not None]
-        for i in range(0, len(members), 2):
-            stem = f"{number:09d}"
-            assert [m.name for m in members[i : i + 2]] == [
-                f"{stem}.x.npy",
-                f"{stem}.cls",
-            ]
-            values = np.load(io.BytesIO(contents[i]), allow_pickle=False)
-            np.testing.assert_array_equal(values, examples.inputs[number])
-            assert examples.targets is not None
-            assert int(contents[i + 1]) == examples.targets[number]
-            number += 1
-    assert number == len(examples.inputs)
 
 
 def test_stock_tools_read_parquet_shards():

@@ -51,18 +51,6 @@ def touch(folder: Path, number: int, at: int) -> None:
     os.utime(folder / digest(content_of(number)), (at, at))
 
 
-def test_second_time_from_the_disk(tmp_path: Path):
-    """For this process and for another one."""
-    source = Source()
-    for _ in range(2):
-        cache = ObjectCache(tmp_path / "cache", 10_000)
-        for _ in range(2):
-            source.get(cache, 1)
-    assert source.fetched == [1]
-    assert cache.counts.hits == 2
-    assert cache.counts.misses == 0
-
-
 def test_nobody_else_may_look(tmp_path: Path):
     """It holds training data."""
     Source().get(ObjectCache(tmp_path / "cache", 10_000), 1)

@@ -12,7 +12,6 @@ from federation.compression.choice import codec_of
 from federation.compression.codec import BF16, FP16, Codec, decoded
 from federation.job.spec import FaultSpec
 from federation.messages import (
-    SiteFailure,
     SiteMessage,
     SiteUpdate,
     Task,
@@ -139,18 +138,6 @@ def test_rounds_in_which_it_strikes(fields: dict[str, Any], expected: list[int])
     """Both conditions must hold."""
     struck = [r for r in range(1, 7) if not spoilt("silent", round_index=r, **fields)]
     assert struck == expected
-
-
-def test_first_fault_that_strikes_wins():
-    """One misfortune at a time."""
-    faults = [
-        FaultSpec(site=SITE, kind="silent", rounds=(9,)),
-        FaultSpec(site=SITE, kind="crash"),
-        FaultSpec(site=SITE, kind="silent"),
-    ]
-    injector = FaultInjector(faults, clock=VirtualClock(), seed=0)
-    (message,) = injector(toy.task(SITE), lambda: toy.update(SITE))
-    assert isinstance(message, SiteFailure)
 
 
 class Forgetful:
