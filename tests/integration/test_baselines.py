@@ -7,11 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
-import torch
-from support.small_jobs import blobs, small_job, visits
+from support.small_jobs import blobs, small_job
 
-from clients.data.datasets import as_dataset
-from clients.data.pooled import PooledDataset
 from deploy.cli import commands as cli
 from deploy.tools.baselines import FEDERATION, POOLED, baselines
 from federation.clock import SystemClock
@@ -143,17 +140,3 @@ def test_tables_are_standardised_in_every_row(tmp_path: Path):
     _, rows = found(job_file.parse(document))
     for row in rows.values():
         assert row.trainings[0].results[ALL].count == 20
-
-
-def test_pooled_data_are_read_in_the_order_asked_for():
-    """Across parts, with labels and persons; and a subset of a subset."""
-    whole = as_dataset(visits()[0], name="whole")
-    cut = np.arange(len(whole))
-    pooled = PooledDataset.of([whole.subset(cut[:50]), whole.subset(cut[50:])])
-    chosen = np.array([120, 3, 49, 50, 51, 3])
-    for mine, theirs in zip(pooled.batch(chosen), whole.batch(chosen), strict=True):
-        assert torch.equal(mine, theirs)
-    np.testing.assert_array_equal(pooled.labels(), whole.labels())
-    np.testing.assert_array_equal(pooled.persons, whole.persons)
-    part = pooled.subset(cut[40:60]).subset(np.array([11, 2]))
-    np.testing.assert_array_equal(part.labels(), whole.labels()[[51, 42]])

@@ -281,22 +281,6 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def test_site_with_an_app_is_checked_but_not_rehearsed(
-    server: ForkServer, place: Path
-) -> None:
-    """What it holds nobody knows, and here it does not run."""
-    app = ("job.toml", "--set", "sites.1.flower_app={}")
-    done = server.run("check-job", *app, "--json", folder=place)
-    assert done.code == 0, done.stderr
-    assert [site["site"] for site in json.loads(done.stdout)["sites"]] == ["left"]
-    both = server.run("check-job", *app, "--set", "sites.0.flower_app={}", folder=place)
-    assert both.stdout.endswith("the job is sound\n"), both.stderr
-    for verb in ("simulate", "audit"):
-        refused = server.run(verb, *app, folder=place)
-        words = ["sites[1].flower_app", "site 'right' runs a Flower app"]
-        check_refused(refused, words, code=2)
-
-
 def test_runs_are_held_against_each_other(
     server: ForkServer, finished: Path, tmp_path: Path
 ) -> None:
@@ -462,19 +446,6 @@ def test_bad_command_line_is_code_2(
     assert done.stderr.startswith("usage: crossfed")
 
 
-def test_folder_that_holds_a_run_is_not_used_again(
-    server: ForkServer, finished: Path, tmp_path: Path
-) -> None:
-    """Without --resume; the run in it stays as it is."""
-    place = tmp_path / "copy"
-    shutil.copytree(finished, place)
-    (run,) = (place / "runs/small").iterdir()
-    before = {p: p.read_bytes() for p in _files(run)}
-    done = server.run("simulate", "job.toml", *FAST, "--out", str(run), folder=place)
-    check_refused(done, ["already holds run", run.name, "--resume", "--out"], code=1)
-    assert {p: p.read_bytes() for p in _files(run)} == before
-
-
 def test_resume_without_a_run_is_refused(server: ForkServer, place: Path) -> None:
     """By folder, by job, and for a run that was kept nowhere."""
     by_folder = server.run(
@@ -508,28 +479,6 @@ def test_resume_with_a_changed_job_names_the_keys(
     )
     check_refused(done, ["seed: 9 here, 3 there", "training.optimizer.lr"], code=2)
     assert {p: p.read_bytes() for p in _files(place / "run")} == before
-
-
-def test_unexpected_error_has_a_traceback_only_when_asked(
-    server: ForkServer, place: Path
-) -> None:
-    """A fault of ours is told in two lines."""
-    arguments = ("simulate", "job.toml", *FAST, "--no-report", "--out")
-    short = server.run(*arguments, "a", folder=place, misfortune="bug")
-    check_refused_late(short)
-    assert "Traceback" not in short.stderr
-    assert "add -v for the traceback" in short.stderr
-    long = server.run(*arguments, "b", "-v", folder=place, misfortune="bug")
-    check_refused_late(long)
-    assert "Traceback" in long.stderr
-    for name in ("a", "b"):
-        result = json.loads((place / name / "result.json").read_text())
-        assert result["status"] == "failed"
-
-
-def check_refused_late(done: Done) -> None:
-    assert (done.code, done.stdout) == (1, "")
-    assert "crossfed: ZeroDivisionError: rehearsed" in done.stderr
 
 
 @contextlib.contextmanager

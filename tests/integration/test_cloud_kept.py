@@ -43,7 +43,6 @@ SPECS = (
         "image": "projects/x/global/images/y",
     },
 )
-NONE_THERE = ("ZONE_RESOURCE_POOL_EXHAUSTED", "told by a test")
 
 
 class Waiting(VirtualClock):
@@ -163,22 +162,6 @@ endpoint = "{gce_server.url}"
 
 
 ROLES = sorted(f"site-{site}" for site in SITES)
-
-
-@pytest.mark.long
-def test_half_of_a_launch_is_completed_when_there_is_capacity_again(kept: Kept):
-    """What was launched stays; what was refused is reported once and tried again."""
-    kept.gcp.refusal = lambda *_: NONE_THERE
-    kept.look()
-    kept.look()
-    assert kept.alive() == [f"site-{SITES[0]}"]
-    refused = [line for line in kept.told if "not replaced" in line]
-    assert len(refused) <= 2  # The roles that are missing have changed in between.
-    assert "europe-west4-b" in refused[-1]
-    kept.gcp.refusal = lambda *_: None
-    kept.look()
-    assert kept.alive() == ROLES
-    assert kept.launches() == len(ROLES)
 
 
 @pytest.mark.parametrize("operation", ["RunInstances", "DescribeInstances"])

@@ -97,26 +97,6 @@ def bucket(
     return f"{request.param}://{name}", server.url
 
 
-def test_data_in_a_bucket(bucket: tuple[str, str], tmp_path: Path):
-    """Each site reads its own; the second run finds all shards in the cache."""
-    url, endpoint = bucket
-    service = ("--endpoint", endpoint, "--region", "us-east-1")
-    shards(f"{url}/data/blobs", *service)
-    options = {"endpoint": endpoint, "region": "us-east-1", "warm_up": True}
-
-    def job_of(source: str, **data: Any) -> JobSpec:
-        own = {"source": source, **data}
-        sites = [{"name": "a", "data": own}, {"name": "b", "data": own}]
-        return small_job(rounds=2, training=STEPS, sites=sites)
-
-    ours = job_of(f"{url}/data/blobs", options=options)
-    expected = simulate(job_of(BLOBS), folder=None)
-    check_same(simulate(ours, folder=None), expected)
-    kept = {p.name for p in (tmp_path / "cache").iterdir() if len(p.name) == 64}
-    assert len(kept) > 3
-    check_same(simulate(ours, folder=None), expected)
-
-
 def test_what_each_site_reads_is_told(bucket: tuple[str, str], tmp_path: Path):
     """By site and way; what the cache spares is told instead of read."""
     url, endpoint = bucket
@@ -178,22 +158,6 @@ def test_damage_is_found_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert damaged.name in line
     assert str(tmp_path) in line
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ("--shard-size", "0"),
-        ("--workers", "0"),
-        ("--option", "nothing"),
-        ("--option", "none=1"),
-    ],
-)
-def test_wrong_arguments(tmp_path: Path, wrong: tuple[str, str]):
-    """Each is the user's mistake, and nothing is written."""
-    command = ["data", "shard", BLOBS, f"file://{tmp_path}/x", *wrong]
-    assert cli.main(command) == exit_codes.BAD_JOB
-    assert not (tmp_path / "x").exists()
 
 
 @pytest.fixture

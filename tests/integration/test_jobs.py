@@ -119,36 +119,6 @@ def test_gpt_learns_more_than_byte_frequencies() -> None:
     assert outcome.loss <= unigram - 0.5
 
 
-SMALL = (
-    "rounds=4",
-    "model.options.layers=1",
-    "model.options.width=32",
-    "model.options.context=32",
-    "data.options.context=32",
-    "data.options.max_bytes=600_000",
-    "training.max_tokens=32",
-    "training.local_steps=4",
-    "training.batch_size=2",
-)
-
-
-@pytest.mark.long
-def test_thin_lines_carry_what_was_predicted() -> None:
-    """Bytes and seconds in virtual time, in a small form; steps ahead hide some."""
-    seen = {}
-    for ahead in (0, 2):
-        job = load("thin-line", *SMALL, f"training.overlap_steps={ahead}")
-        outcome = simulate(job, engine="virtual")
-        assert outcome.status == "completed"
-        predicted = outcome.view.predicted
-        assert predicted is not None
-        assert predicted.bytes_up == (outcome.view.bytes_up,) * 2
-        assert predicted.bytes_down == (outcome.view.bytes_down,) * 2
-        assert outcome.view.seconds == pytest.approx(predicted.seconds, rel=0.01)
-        seen[ahead] = outcome.view.seconds
-    assert seen[2] < seen[0]
-
-
 @pytest.mark.parametrize(
     ("name", "least"),
     [("joint", 0.92), pytest.param("sites", 0.92, marks=pytest.mark.long)],

@@ -91,16 +91,6 @@ def _files(*folders: Path) -> set[Path]:
     }
 
 
-@pytest.mark.long
-def test_simulate_shows_a_live_picture_on_a_terminal(ended: Ended) -> None:
-    """Standard output is a pipe."""
-    assert ended.code == 0
-    assert b"\x1b[" in ended.shown
-    assert b"round 2/2" in ended.shown
-    assert b"Exception" not in ended.shown  # Nor at the interpreter's end.
-    assert ended.stdout.startswith(b"status      completed\n")
-
-
 def test_run_leaves_no_process_and_no_stray_file(ended: Ended) -> None:
     """Its process group is empty, and home and temporary folder are untouched."""
     assert ended.code == 0

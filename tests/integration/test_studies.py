@@ -2,7 +2,6 @@
 
 import copy
 import json
-import runpy
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -168,34 +167,3 @@ def test_a_finished_row_is_not_run_again(
     }
     assert {row["seed"] for row in seeds} == {1}
     assert all(row["loss"] != best[row["row"]]["loss"] for row in seeds)
-
-
-@pytest.mark.long
-def test_study_of_unequal_sites_compares_equal_work(server: ForkServer, tmp_path: Path):
-    script = REPOSITORY / "studies" / "unequal_sites" / "study.py"
-    words = ["--seeds", "1", "--rounds", "2", "--most", "4"]
-    words += ["--cases", "1:1:2:4", "1:1:2:4, one stalls"]
-    words += ["--out", str(tmp_path / "rows.jsonl"), "--to", str(tmp_path)]
-    done = server.run(*words, folder=REPOSITORY, script=script)
-    assert done.code == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    seconds = {
-        row["way"]: row["seconds"] for row in rows if row.get("case") == "1:1:2:4"
-    }
-    assert seconds["capacity"] < seconds["static"]
-    whole = [r["steps"] for r in rows if r.get("case") == "1:1:2:4"][:5]
-    assert {*whole} == {2 * 4 * 24}
-    assert {row["sites"] for row in rows if row["part"] == "sites"} == {2, 4}
-    assert len([*(tmp_path / "docs/images").iterdir()]) == 2
-
-
-@pytest.mark.long
-def test_study_of_buffers_shows_that_groups_by_speed_take_less_time(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.syspath_prepend(REPOSITORY / "studies")
-    study = runpy.run_path(str(REPOSITORY / "studies" / "buffers.py"))
-    lines = list(study["grouped_rows"](rounds=2, seeds=1))
-    cells = [line.strip("| ").split(" | ") for line in lines[2:]]
-    times = {row[0]: float(row[1]) for row in cells}
-    assert times["buffered, groups by speed"] < times["static"] == 1.0

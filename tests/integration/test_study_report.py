@@ -34,38 +34,6 @@ def test_model_of_time_is_that_of_the_virtual_engine(rows: list[dict[str, Any]])
         assert row["round_seconds"] == pytest.approx(row["predicted"], rel=1e-3), row
 
 
-@pytest.mark.long
-def test_narrow_lines_leave_less_time_to_train(rows: list[dict[str, Any]]):
-    """Overlap and few levels leave more; a large model's sizes follow its values."""
-    share = {
-        (
-            row["way"],
-            row["overlap_steps"],
-            row["local_steps"],
-            row["step_seconds"],
-            row["mbit"],
-        ): row["utilisation"]
-        for row in rows
-        if row["part"] == "billion"
-    }
-    fp32, levels = "DiLoCo, fp32", "DiLoCo, 4 levels, secure"
-    for step_seconds in (1.0, 0.1):
-        for way in (fp32, levels):
-            falls = [share[way, 0, 30, step_seconds, m] for m in (1000, 100, 10)]
-            assert falls == sorted(falls, reverse=True)
-            assert share[way, 15, 30, step_seconds, 1000] > falls[0]
-        pair = (share[way, 0, 30, step_seconds, 1000] for way in (levels, fp32))
-        assert next(pair) > next(pair)
-    dense = share["DDP", 0, 1, 1.0, 1000]
-    # Two directions at once, three quarters of a model twice, 8 bits a byte.
-    values = 1_011_068_928
-    assert dense == pytest.approx(1 / (1 + 1.5 * values * 4 * 8 / 1e9))
-    # The model down and the update up, 4 bytes a value.
-    assert share[fp32, 0, 30, 1.0, 1000] == pytest.approx(
-        30 / (30 + 2 * values * 4 * 8 / 1e9), rel=1e-3
-    )
-
-
 def write_page(server: ForkServer, folder: Path, *arguments: str) -> None:
     words = ("--to", str(folder), *arguments)
     done = server.run(*words, folder=folder, script=THIN_LINES / "report.py")

@@ -153,25 +153,6 @@ def test_prediction_is_what_virtual_time_takes(tmp_path: Path):
     assert "Predicted before the run" in report
 
 
-def test_times_of_nothing_are_among_the_bytes_predicted():
-    """What takes no virtual time has fewer digits than anything that was measured."""
-    # Headers are padded, so their lengths show at some sites only.
-    sites = [{"name": "s" * length} for length in range(1, 32)]
-    machines = machines_of(plain_job(sites=sites))
-    options = {"num_train": 4000, "num_held_out": 400}
-    job = virtual_job(
-        sites=sites,
-        simulation={"machines": machines},
-        data={"source": "support.small_jobs:blobs", "options": options},
-        evaluation={"every": 0},
-    )
-    heard = events_of(job)
-    (told,) = only(heard, CostPredicted)
-    run = fold(heard)
-    assert told.bytes_up[0] <= run.bytes_up <= told.bytes_up[1]
-    assert told.bytes_down[0] <= run.bytes_down <= told.bytes_down[1]
-
-
 def test_prediction_of_work_is_not_the_wall_clock():
     """Elsewhere no speed is stated, and so no time is predicted."""
     heard: list[Event] = []
