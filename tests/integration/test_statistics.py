@@ -18,12 +18,15 @@ from support.without_report import simulate
 
 import crossfed
 from deploy.cli.commands import main
+from deploy.cli.simulate_verb import print_statistics
 from deploy.wiring import parts as wiring
 from federation.errors import JobError, RunNotFound, SiteError
 from federation.ids import SiteId
 from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
+from monitoring.pages.report import render
 from monitoring.runs.run_folder import RunFolder
+from monitoring.views.statistics_view import RunStatistics
 
 SITES, ROWS = ("north", "south", "west"), 300
 SEXES = ("f", "m")
@@ -297,6 +300,18 @@ def test_the_verb_prints_and_keeps_what_a_run_found(
     assert page.count("(other)") >= 2  # In the table, and beside a bar.
     assert "figure-column-0" in page
     assert "figure-correlations" in page
+    exact = RunStatistics.parse(document["statistics"])
+    columns = (replace(exact.columns[0], hidden=7), *exact.columns[1:])
+    few = replace(exact, columns=columns, rank_error=18, sites_left_out=1)
+    print_statistics(few)
+    shown_few = capsys.readouterr().out
+    for text, without in (
+        (shown_few, shown),
+        (render(view, "", {}, statistics=few), page),
+    ):
+        for words in ("(7 of age)", "1 of the sites", "( to )"):
+            assert words in text, words
+            assert words not in without, words
     Path("plain.toml").write_text('name = "x"\n')
     assert main(["stats", "plain.toml"]) == 2
     assert main(["stats", "nothing"]) == 2
