@@ -235,16 +235,26 @@ def _note_question(met: ProposedRun, promise: SitePrivacy | None) -> None:
     """Remember exact statistics, or noised ones that the operator counts as exact.
 
     Raises:
-        JobError: The site has answered as many as it may.
+        JobError: The site has answered as many as it may, or noise is too weak to hide
+            small cells, which are not left out with noise.
         StoreError: The site's memory cannot be read or written.
     """
     job, config = met.job, met.config
     policy = config.file.policy
-    exact = promise is None or bool(weakness_of(job, policy, promise.delta))
-    if job.statistics is not None and exact:
-        train, _ = met.federation.site_data[SiteId(config.file.name)]
-        most = policy.statistics.exact_questions
-        note_question(site_memory(config), name_data(config), job, train, most=most)
+    weakness = "" if promise is None else weakness_of(job, policy, promise.delta)
+    if job.statistics is None or (promise is not None and not weakness):
+        return
+    least = policy.statistics.min_count
+    if weakness and least > 1:
+        raise JobError(
+            f"this site shows no cell of fewer than {least} of its records "
+            f"(policy.statistics.min_count), and this noise does not hide one: "
+            f"{weakness}: ask with more noise, or without any",
+            key="privacy.differential_privacy",
+        )
+    train, _ = met.federation.site_data[SiteId(config.file.name)]
+    most = policy.statistics.exact_questions
+    note_question(site_memory(config), name_data(config), job, train, most=most)
 
 
 def places_noted(config: SiteConfig, job: JobSpec) -> Callable[[Sequence[int]], None]:

@@ -568,6 +568,23 @@ def test_statistics_over_sites_that_differ_by_one_are_refused(tmp_path: Path):
         world.run(job_file.parse(asked))
 
 
+def test_noise_too_weak_to_count_does_not_show_small_cells(tmp_path: Path):
+    """Cells are not left out with noise: an epsilon of a million hides none."""
+    sites, policy = SITES[:3], {"privacy": "none", "total_epsilon": 1e9}
+    document = job_file.document(job_of(sites))
+    asked = {key: document[key] for key in ("data", "sites")} | {"name": "s"}
+    column = {"names": ["0"], "low": -9.0, "high": 9.0, "bins": 3}
+    asked["statistics"] = {"columns": [column]}
+    noise = {"unit": "record", "target_epsilon": 1e6, "delta": 1e-5}
+    secure = {"secure_aggregation": {"enabled": True}}
+    job = job_file.parse(asked | {"privacy": secure | {"differential_privacy": noise}})
+    with pytest.raises(SiteError, match=r"policy\.statistics\.min_count.*max_epsilon"):
+        World(tmp_path / "few", policy).run(job)
+    noise["target_epsilon"] = 4.0
+    job = job_file.parse(asked | {"privacy": secure | {"differential_privacy": noise}})
+    World(tmp_path / "enough", policy).run(job)
+
+
 def test_sites_that_answered_exactly_train_privately_on_no_such_moments(
     tmp_path: Path,
 ):
