@@ -53,6 +53,7 @@ def results(federation: Deployment, *words: str) -> tuple[str, dict[str, float]]
     return json.loads(out)["run_id"], dict(zip(last["sites"], losses, strict=True))
 
 
+@pytest.mark.long
 def test_models_that_operators_give_away_make_the_matrix(
     federation: Deployment, tmp_path: Path
 ):
