@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "mutants.toml"
-TIMEOUT_SECONDS = 900
+TIMEOUT_SECONDS = 600
 _TESTS_FAILED = 1  # What pytest ends with.
 
 
@@ -79,6 +79,8 @@ def run(mutant: Mutant, copy: Path) -> tuple[str, str]:
             timeout=TIMEOUT_SECONDS,
             check=False,
         )
+    except subprocess.TimeoutExpired:
+        return "killed", f"a test was still waiting after {TIMEOUT_SECONDS} s"
     finally:
         target.write_text(sound, encoding="utf-8")
     verdict = {0: "SURVIVED", _TESTS_FAILED: "killed"}.get(done.returncode, "BROKEN")
