@@ -446,6 +446,19 @@ def test_bad_command_line_is_code_2(
     assert done.stderr.startswith("usage: crossfed")
 
 
+def test_folder_that_holds_a_run_is_not_used_again(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """Without --resume; the run in it stays as it is."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    (run,) = (place / "runs/small").iterdir()
+    before = {p: p.read_bytes() for p in _files(run)}
+    done = server.run("simulate", "job.toml", *FAST, "--out", str(run), folder=place)
+    check_refused(done, ["already holds run", run.name, "--resume", "--out"], code=1)
+    assert {p: p.read_bytes() for p in _files(run)} == before
+
+
 def test_resume_without_a_run_is_refused(server: ForkServer, place: Path) -> None:
     """By folder, by job, and for a run that was kept nowhere."""
     by_folder = server.run(

@@ -6,6 +6,7 @@ back and runs the pod's own command on this host.
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from support.programs import needs
 
 from cloud_adapters.identity import platforms
 from cloud_adapters.net.ports import free_port
-from deploy.exit_codes import BAD_JOB
+from deploy.exit_codes import BAD_JOB, FAILED
 from privacy.secagg.agreement import roster
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -190,6 +191,35 @@ def test_a_pod_that_has_to_go_while_it_enrols_goes(cluster: Cluster):
     assert pod.process.wait(10) == 143
     up.kill()
     up.wait(60)
+
+
+@needs("nginx")
+def test_leftovers_are_found_and_ended_by_their_labels(cluster: Cluster):
+    """Though the folder that launched them is lost; not without being told to.
+
+    A command that is killed is given again, and launches no third one.
+    """
+    cluster.write()
+    cluster.kube.fate = lambda _: "pulling"
+    for number in (1, 2):
+        up = cluster.up("--detach")
+        wait_for(lambda n=number: len(cluster.kube.jobs) == n, "there is a job", 200)
+        up.kill()
+        up.wait(60)
+    assert len(cluster.kube.created) == 2
+    folder = cluster.folder / "deployments"
+    # What a lost folder does not end here, this test does.
+    crossfed_nodes = {node["node"] for node in cluster.nodes()}
+    assert crossfed_nodes == {"aggregator", *(f"site-{site}" for site in SITES)}
+    kept = cluster.folder / "kept"
+    shutil.move(folder, kept)
+    refused = crossfed("down", str(cluster.path), code=FAILED)
+    assert "was brought up from" in refused.stderr
+    down = crossfed("down", str(cluster.path), "--any-owner", "--json")
+    assert json.loads(down.stdout)["ended"] == 2
+    assert cluster.kube.pods == {}
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.move(kept, folder)
 
 
 @pytest.mark.parametrize(

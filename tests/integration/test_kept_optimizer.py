@@ -1,5 +1,6 @@
 """``training.optimizer.state = "keep"``: optimisers that outlive rounds and kills."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,38 @@ def test_a_run_that_goes_back_to_an_older_checkpoint_ends_alike(tmp_path: Path):
     found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
     assert found.rounds_now == 3
     assert values(found).tobytes() == values(expected).tobytes()
+
+
+def test_lost_state_is_logged_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """By name of the site, once; nothing is made up."""
+    job = tables(ADAM)
+    expected = simulate(small_job(**job))
+    kill_at(job, tmp_path / "run", "CheckpointSaved", 2)
+    for path in (tmp_path / "run/sites/site-1").glob("state-*"):
+        path.unlink()
+    with caplog.at_level(logging.WARNING):
+        found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
+    assert caplog.text.count("has no state of a round before round 3") == 1
+    assert "site site-1 has no state" in caplog.text
+    assert found.rounds_completed == ROUNDS
+    assert np.abs(values(found) - values(expected)).max() > 1e-4
+
+
+def test_state_of_another_optimiser_is_logged_and_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Somebody has mixed up two folders: the site begins afresh."""
+    job = tables(ADAM)
+    kill_at(job, tmp_path / "run", "CheckpointSaved", 2)
+    kill_at(tables(MOMENTUM), tmp_path / "other", "CheckpointSaved", 2)
+    state = "sites/site-1/state-0000000002"
+    (tmp_path / "other" / state).replace(tmp_path / "run" / state)
+    with caplog.at_level(logging.WARNING):
+        found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
+    assert caplog.text.count(f"site-1 does not use {state}") == 1
+    assert found.rounds_completed == ROUNDS
 
 
 def test_a_site_that_loses_its_memory_goes_on_with_its_state(tmp_path: Path):

@@ -1,11 +1,14 @@
 """Runs whose checkpoints are in a bucket."""
 
+import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import event_samples
 from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
 from support.without_report import simulate
@@ -18,7 +21,7 @@ from federation.errors import (
     RunNotFound,
     StoreUnavailable,
 )
-from federation.event_log import read_events
+from federation.event_log import read_events, to_line
 from federation.events import Event, RoundFinished, RunFinished, StoreUsed
 from federation.protocols import ObjectStore
 from federation.rounds.cost import requests_of_run
@@ -148,6 +151,28 @@ def test_a_killed_run_goes_on_elsewhere(tables: Any, tmp_path: Path):
     here = simulate(job, folder=tmp_path / "here", resume=True)
     assert (here.run_id, here.rounds_now) == (resumed.run_id, 0)
     check_same(here, whole)
+
+
+def test_the_newer_run_is_resumed(tables: Any, tmp_path: Path):
+    """On this machine or in the bucket; runs of other jobs do not count."""
+    job = small_job(**tables)
+    store = run_store.open_bucket(job)
+    for name in ("20260101-000000-aaaaaa", "20260301-000000-aaaaaa"):
+        store.put(f"{name}/events.jsonl", [b"x"])
+    store.put("20260401-000000-aaaaaa/checkpoints/blob", [b"x"])
+    store.close()
+    assert run_store.newest_folder(job, tmp_path).name == "20260301-000000-aaaaaa"
+    events = event_samples.two_sites(2)
+    finished = "".join(f"{to_line(event)}\n" for event in events)
+    deployed = to_line(replace(events[0], engine="deployed"))  # type: ignore[call-arg]
+    with contextlib.closing(run_store.open_bucket(job)) as again:
+        again.put("20260301-000000-aaaaaa/events.jsonl", [finished.encode()])
+        again.put("20260301-000000-bbbbbb/events.jsonl", [deployed.encode()])
+    assert run_store.newest_folder(job, tmp_path).name == "20260101-000000-aaaaaa"
+    newer = tmp_path / "small" / "20260302-000000-aaaaaa"
+    newer.mkdir(parents=True)
+    (newer / "events.jsonl").touch()
+    assert run_store.newest_folder(job, tmp_path) == newer
 
 
 def test_budgets_stay_where_they_were_spent(tables: Any, tmp_path: Path):

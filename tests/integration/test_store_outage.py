@@ -151,6 +151,22 @@ def test_what_a_person_must_mend_is_told_at_once(gcs_far: Far, s3_far: Far):
         assert time.monotonic() - begin < SCALED.deadline_seconds / 2
 
 
+def test_an_attempt_that_hangs_ends_with_its_call(gcs_server: Any):
+    """A server that takes connections and never answers holds nobody for long."""
+    import socket  # noqa: PLC0415
+
+    from support import gcs_stores  # noqa: PLC0415 (slow to import)
+
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        store = gcs_stores.store(gcs_server, endpoint=url, retry=SCALED)
+        begin = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="network"):
+            store.stat("key")
+        assert time.monotonic() - begin < SCALED.deadline_seconds + 2 * LEAST_SECONDS
+        store.close()
+
+
 @pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 def test_server_restarts_during_training(
     bucket: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -507,6 +507,18 @@ def test_corrupt_blob_of_unread_manifest_is_rewritten():
     assert same(run.open().load_latest(), state_of(2))
 
 
+def test_no_whole_checkpoint():
+    """If none can be used the run stops and everything stays for a person."""
+    run = saved(1, 2)
+    tear(run, "checkpoints/round-000002.json", 10)
+    flip(run, run.blobs_of(1)["weights"], 1000)
+    before = run.names()
+    with pytest.raises(CorruptObject, match=r"none of the run's 2 .*restore") as caught:
+        run.open().load_latest()
+    assert "round-000002.json" in str(caught.value)
+    assert (run.names(), run.events) == (before, [])
+
+
 class CrashingStore(MemoryStore):
     """Fails for good from its n-th change on, as a lost network does."""
 
