@@ -89,6 +89,18 @@ def _children(host: Deployment) -> set[int]:
     return {pid for pid in found if "superlink" in command_of(pid)}
 
 
+def test_port_in_use_says_which_key_to_change(host: Deployment):
+    """In one line, without a traceback, and nothing stays behind."""
+    with socket.create_server((host.host, host.port)):
+        done = crossfed("aggregator", "up", "--config", host.config, code=1)
+    complaint = f"cannot listen on {host.host}:{host.port}: Address already in use"
+    (line,) = [one for one in done.stderr.splitlines() if "cannot listen" in one]
+    assert complaint in line
+    assert "change listen in aggregator.toml" in line
+    assert "Traceback" not in done.stderr
+    assert not (host.folder / "aggregator" / "logs" / "superlink.log").exists()
+
+
 def test_killed_service_starts_again(host: Deployment):
     """Nothing that it has started outlives it and keeps a port."""
     host.start_aggregator()

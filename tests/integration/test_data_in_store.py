@@ -160,6 +160,22 @@ def test_damage_is_found_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture
     assert str(tmp_path) in line
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--shard-size", "0"),
+        ("--workers", "0"),
+        ("--option", "nothing"),
+        ("--option", "none=1"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, wrong: tuple[str, str]):
+    """Each is the user's mistake, and nothing is written."""
+    command = ["data", "shard", BLOBS, f"file://{tmp_path}/x", *wrong]
+    assert cli.main(command) == exit_codes.BAD_JOB
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.fixture
 def key(tmp_path: Path) -> str:
     add_key(tmp_path / "keys.toml")

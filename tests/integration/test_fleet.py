@@ -318,6 +318,22 @@ def test_another_folder_may_not_take_over(running: Path):
     record.write_text(whole)
 
 
+def test_job_that_no_deployed_run_can_have_starts_nothing(
+    tmp_path: Path, refusal: Callable[[Path, int], str]
+):
+    """Nobody is left running who only waits for a better one."""
+    file, job = written(tmp_path), tmp_path / "job.toml"
+    whole = job.read_text()
+    secure = "[privacy.secure_aggregation]\nenabled = true\ntwo_sites_waiver = true\n"
+    fault = f'[[simulation.faults]]\nsite = "{SITES[0]}"\nkind = "silent"\n'
+    for more, key in ((secure, "max_examples"), (fault, "simulation.faults")):
+        job.write_text(whole + more)
+        told = refusal(file, 2)
+        assert f"{job}: " in told
+        assert key in told
+    assert not (tmp_path / "deployments").exists()
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -76,6 +76,22 @@ def test_metadata_and_alignment(tmp_path: Path):
     assert int.from_bytes(data[:8], "little") % 8 == 0
 
 
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (np.zeros((2, 3), np.float32).T, "not C-contiguous"),
+        (np.zeros(2, ">f4"), "not little-endian"),
+        (np.zeros(2, np.complex64), "complex64"),
+        (np.zeros(2, np.uint16), "uint16"),
+        (np.zeros(2, object), "object"),
+    ],
+)
+def test_unwritable_arrays(array: tensor_file.Array, reason: str):
+    """What could only be written through a copy, or not at all, is refused."""
+    with pytest.raises(ValueError, match=reason):
+        file_of({"name": array})
+
+
 def test_bfloat16_must_be_bits():
     """Floats that are declared to be bfloat16 bits are refused."""
     with pytest.raises(ValueError, match="as uint16"):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -117,6 +118,20 @@ def test_batches_keep_the_nesting_of_the_data(obj: object):
     assert targets[1].tolist() == [[8.0, 9.0], [2.0, 3.0]]
 
 
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"a": INPUTS, "b": INPUTS[:5]}, "there are 6 inputs and 5 inputs"),
+        ({"a": INPUTS, "b": "text"}, "expected"),
+        ({}, "no array"),
+    ],
+)
+def test_nested_data_of_other_things(inputs: object, said: str):
+    """Every leaf is an array with one row for each record."""
+    with pytest.raises(SiteError, match=said):
+        read((inputs, CLASSES))
+
+
 @pytest.mark.parametrize("booleans", [CLASSES > 0, torch.from_numpy(CLASSES > 0)])
 def test_boolean_targets_are_classes(booleans: object):
     """True and false are the classes 1 and 0."""
@@ -211,6 +226,22 @@ def test_items_without_targets():
     inputs, targets = read([(np.arange(3), None)] * 2).batch(np.arange(2))
     assert inputs.dtype == torch.int64
     assert targets is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "names", "message"),
+    [
+        (np.zeros(5, int), ("a",), "6 inputs and 5 groups"),
+        (np.ones(6, int), ("a",), "indices into the 1 group_names"),
+        (np.zeros(6), ("a",), "groups must be integers"),
+    ],
+)
+def test_examples_check_their_groups(
+    groups: NDArray[Any], names: tuple[str, ...], message: str
+):
+    """Groups are one index per example into the names."""
+    with pytest.raises(ValueError, match=message):
+        Examples(inputs=INPUTS, groups=groups, group_names=names)
 
 
 def test_load_names_the_key():
