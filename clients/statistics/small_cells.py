@@ -109,21 +109,26 @@ def grouped(cells_c: Integers, least: int) -> Integers:
     found_c = np.zeros_like(cells_c)
     places = np.flatnonzero(cells_c)
     upto = np.cumsum(cells_c[places])
-    size = int(upto[-1]) if len(upto) else 0
-    done = 0
-    while size - done >= least:
-        end = int(upto[np.searchsorted(upto, done + least)])
-        end = size if size - end < least else end
-        half = (done + end + 1) // 2
-        ranks = end - least + 1, min(max(half, end - least + 1), done + least)
-        first, middle, last = (
-            int(places[np.searchsorted(upto, rank)]) for rank in (*ranks, done + least)
-        )
-        step = 1 << max((last - first).bit_length() - 3, 0)
-        middle += step // 2 - middle % step
-        middle += step * ((middle < first) - (middle > last))
-        found_c[middle] += end - done
-        done = end
+    enough = np.searchsorted(upto, upto - cells_c[places] + least).tolist()
+    ends, begin = list[int](), 0
+    while begin < len(places) and enough[begin] < len(places):
+        ends.append(enough[begin])
+        begin = ends[-1] + 1
+    if not ends:
+        return found_c
+    ends[-1] = len(places) - 1
+    # Shape suffix: g groups.
+    end_g = upto[ends]
+    done_g = np.append(0, end_g[:-1])
+    low_g, high_g = end_g - least + 1, done_g + least
+    half_g = np.minimum(np.maximum((done_g + end_g + 1) // 2, low_g), high_g)
+    first_g, middle_g, last_g = (
+        places[np.searchsorted(upto, rank_g)] for rank_g in (low_g, half_g, high_g)
+    )
+    step_g = 1 << np.maximum(np.frexp(np.abs(last_g - first_g))[1] - 3, 0)
+    middle_g += step_g // 2 - middle_g % step_g
+    middle_g += step_g * ((middle_g < first_g) * 1 - (middle_g > last_g))
+    np.add.at(found_c, middle_g, end_g - done_g)
     return found_c
 
 
