@@ -5,7 +5,10 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+
+from support.deployment import wait_for
 
 # More than an aggregator keeps for itself.
 SIZE_BYTES = 384 << 20
@@ -25,7 +28,8 @@ def disks(folders: Sequence[Path], *, size: int = SIZE_BYTES) -> Iterator[None]:
         yield
     finally:
         for folder in reversed(mounted):
-            _run("umount", str(folder))
+            # Who had a file open there may end a moment later than it seems to.
+            wait_for(partial(_done, "umount", str(folder)), f"{folder} is free", 20)
 
 
 def fill(folder: Path) -> None:
@@ -60,3 +64,7 @@ def _write_until_full(handle: int, block: bytes) -> None:
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True)
+
+
+def _done(*command: str) -> bool:
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0

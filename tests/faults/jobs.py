@@ -14,6 +14,7 @@ STRUCK = SITES[1]  # The site that things happen to; it is in every job.
 # In the clear two sites are as good as four, and so are they where all must answer and
 # each is private by itself; where only the sum hides them, three are.
 _NUM_SITES = {Mode.PLAIN: 2, Mode.P1: 3, Mode.P1_PRIVATE: 2}
+_SHORTEST_SECONDS = 0.1  # Of a round on an idle machine.
 
 DEADLINE_SECONDS = 60.0
 # The aggregator waits so long for a site that may come back, then continues without.
@@ -127,9 +128,8 @@ def _num_rounds(cell: Cell) -> int:
         return 24 + round(2 * max(0.0, cell.seconds - RETURN_SECONDS))
     if cell.deed is Deed.FULL:
         return 12
-    # Two, those of the moment before the deed, and one more.
-    shortest = 0.25 if cell.mode is Mode.PLAIN else 0.5
-    return 3 + math.ceil(cell.moment / shortest)
+    # Two, those of the moment before the deed and of a second after it, and one more.
+    return 3 + math.ceil((cell.moment + 1.0) / _SHORTEST_SECONDS)
 
 
 def load(path: Path, *settings: str) -> JobSpec:
