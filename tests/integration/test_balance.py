@@ -56,3 +56,10 @@ def test_from_a_run_to_a_job_that_is_even(
     data["partition"] = tomllib.loads(line)["partition"]
     assert data["partition"] == partition
     small_job(num_sites=2, data=data)
+
+
+def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """One line, without a traceback."""
+    command = ["data", "balance", "none", "--root", str(tmp_path)]
+    assert cli.main(command) == exit_codes.BAD_JOB
+    assert "there is no run 'none'" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Pooled data, each site alone and the federation, side by side."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from support.small_jobs import blobs, small_job
 from deploy.cli import commands as cli
 from deploy.tools.baselines import FEDERATION, POOLED, baselines
 from federation.clock import SystemClock
+from federation.errors import JobError
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from monitoring.views.baselines import ALL, Baseline, Baselines
@@ -83,6 +85,15 @@ def test_every_row_of_a_private_job_keeps_the_same_promise():
     )
     for row in rows.values():
         assert 0 < row.trainings[0].epsilon <= 8.0
+
+
+def test_what_has_no_baselines_is_refused():
+    with pytest.raises(JobError, match=r"for simulations.*run --evaluate") as caught:
+        found(dataclasses.replace(job_of(2), data=None))
+    assert caught.value.key == "data"
+    with pytest.raises(JobError) as caught:
+        found(dataclasses.replace(job_of(2), rounds=0))
+    assert caught.value.key == "rounds"
 
 
 def test_each_sites_personal_model_is_at_each_other_site():

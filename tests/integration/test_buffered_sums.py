@@ -242,6 +242,12 @@ def test_only_groups_with_the_newest_model_say_how_good_it_is():
     assert len(found) == 8 - 2 + 1  # Two began with an older model.
 
 
+def test_threads_of_one_process_can_do_it_too():
+    events = told(BUFFERED, engine="inproc")
+    assert of(RunFinished, events)[0].status == "completed"
+    assert not failures(events)
+
+
 @pytest.mark.parametrize("moment", [("SiteAnswered", 4), ("RoundFinished", 5)])
 def test_killed_run_loses_what_was_open_and_counts_no_sum_twice(
     moment: tuple[str, int], tmp_path: Path

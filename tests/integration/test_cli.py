@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -35,6 +36,17 @@ def finished(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Pa
     done = server.run("simulate", "job.toml", *FAST, folder=place)
     assert done.code == 0, done.stderr
     return place
+
+
+def test_report_can_wait(server: ForkServer, place: Path) -> None:
+    """It is not drawn with --no-report, and afterwards by a command of its own."""
+    arguments = ("simulate", "job.toml", *FAST, "--no-report", "--out", "run")
+    done = server.run(*arguments, folder=place)
+    assert done.code == 0, done.stderr
+    assert "report" not in done.stdout
+    assert not (place / "run/report.html").exists()
+    assert server.run("report", "run", folder=place).code == 0
+    assert "</html>" in (place / "run/report.html").read_text()
 
 
 def test_verbs_and_options_are_frozen() -> None:
@@ -247,6 +259,17 @@ def test_set_and_seed_replace_keys(server: ForkServer, place: Path) -> None:
     assert 'combine = "median"' in job
 
 
+def test_memory_storage_leaves_nothing(server: ForkServer, place: Path) -> None:
+    """A run that is kept nowhere writes no file."""
+    before = sorted(place.rglob("*"))
+    done = server.run(
+        "simulate", "job.toml", *FAST, "--set", "storage.url=memory://", folder=place
+    )
+    assert done.code == 0, done.stderr
+    after = [p for p in sorted(place.rglob("*")) if "__pycache__" not in p.parts]
+    assert after == before
+
+
 def test_resume_continues_the_newest_run_of_the_job(
     server: ForkServer, place: Path
 ) -> None:
@@ -281,6 +304,58 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def test_check_job_shows_who_gets_what(server: ForkServer, finished: Path) -> None:
+    """As a table, or as JSON."""
+    text = server.run("check-job", "job.toml", folder=finished)
+    assert text.code == 0, text.stderr
+    assert "left" in text.stdout
+    assert "650 values\nround 1: 5,968 bytes down, " in text.stdout
+    assert "\nwhole run: " in text.stdout
+    assert text.stdout.endswith("the job is sound\n")
+    done = server.run("check-job", "job.toml", "--json", folder=finished)
+    found = json.loads(done.stdout)
+    assert found["job"]["rounds"] == 6
+    assert found["parameters"] == 650
+    assert [site["site"] for site in found["sites"]] == ["left", "right"]
+    for site in found["sites"]:
+        assert sum(site["counts"].values()) == site["train_examples"]
+
+
+def test_site_with_an_app_is_checked_but_not_rehearsed(
+    server: ForkServer, place: Path
+) -> None:
+    """What it holds nobody knows, and here it does not run."""
+    app = ("job.toml", "--set", "sites.1.flower_app={}")
+    done = server.run("check-job", *app, "--json", folder=place)
+    assert done.code == 0, done.stderr
+    assert [site["site"] for site in json.loads(done.stdout)["sites"]] == ["left"]
+    both = server.run("check-job", *app, "--set", "sites.0.flower_app={}", folder=place)
+    assert both.stdout.endswith("the job is sound\n"), both.stderr
+    for verb in ("simulate", "audit"):
+        refused = server.run(verb, *app, folder=place)
+        words = ["sites[1].flower_app", "site 'right' runs a Flower app"]
+        check_refused(refused, words, code=2)
+
+
+def test_report_is_written_again(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """By folder, run id and job name; elsewhere with --out."""
+    (run,) = (finished / "runs/small").iterdir()
+    target = tmp_path / "page.html"
+    done = server.run("report", run.name, "--out", str(target), folder=finished)
+    assert done.code == 0, done.stderr
+    assert done.stdout == f"{target}\n"
+    assert "</html>" in target.read_text()
+    target.unlink()
+    # Other names of the run, given twice, make one report.
+    names = (f"runs/small/{run.name}", "small")
+    done = server.run("report", *names, "--out", str(target), "--json", folder=finished)
+    assert json.loads(done.stdout)["report"] == str(target)
+    assert "</html>" in target.read_text()
+    assert "<h1>2 runs</h1>" not in target.read_text()
+
+
 def test_runs_are_held_against_each_other(
     server: ForkServer, finished: Path, tmp_path: Path
 ) -> None:
@@ -303,6 +378,63 @@ def test_runs_are_held_against_each_other(
     (second / "job.toml").unlink()
     done = server.run("report", *names, folder=place)
     check_refused(done, ["lost its job.toml"], code=2)
+
+
+def test_runs_lists_every_run(server: ForkServer, finished: Path) -> None:
+    """With the id that other verbs take."""
+    (run,) = (finished / "runs/small").iterdir()
+    text = server.run("runs", folder=finished)
+    assert text.code == 0, text.stderr
+    heads, row = text.stdout.splitlines()
+    assert heads.split()[0] == "run"
+    assert row.split()[:4] == [run.name, "small", "completed", "2/2"]
+    (found,) = json.loads(server.run("runs", "--json", folder=finished).stdout)
+    assert found["run_id"] == run.name
+    assert found["status"] == "completed"
+
+
+def test_runs_are_found_where_people_put_them(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """In the folder of runs itself too, in the order of time; not as a job's own."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    (first,) = (place / "runs/small").iterdir()
+    words = ("simulate", "job.toml", *FAST, "--no-report", "--out", "runs/a")
+    done = server.run(*words, folder=place)
+    assert done.code == 0, done.stderr
+    rows = json.loads(server.run("runs", "--json", folder=place).stdout)
+    assert [row["folder"] for row in rows] == [f"runs/small/{first.name}", "runs/a"]
+    report = server.run("report", "a", folder=place)
+    assert report.stdout == "runs/a/report.html\n"
+    shutil.rmtree(first)
+    (place / "runs").rename(place / "small")
+    done = server.run(
+        "simulate",
+        "job.toml",
+        *FAST,
+        "--set",
+        "storage.url=file://small",
+        "--resume",
+        folder=place,
+    )
+    check_refused(done, ["no run of the job 'small' in small"], code=2)
+
+
+def test_runs_tells_of_none_and_of_damaged_ones(
+    server: ForkServer, place: Path
+) -> None:
+    """One bad folder does not hide the others, nor does an empty one fail."""
+    none = server.run("runs", folder=place)
+    assert (none.code, none.stdout) == (0, "")
+    assert "no runs in runs" in none.stderr
+    (place / "runs/small/x[red]").mkdir(parents=True)
+    (place / "runs/small/x[red]/events.jsonl").write_text("{\n{}\n")
+    server.run("simulate", "job.toml", folder=place, misfortune="round has ended")
+    rows = server.run("runs", folder=place).stdout
+    assert "unreadable" in rows
+    assert "x[red]" in rows
+    assert "interrupted" in rows
 
 
 @pytest.mark.long
@@ -426,6 +558,20 @@ def check_refused(done: Done, words: list[str], *, code: int) -> None:
         assert word in done.stderr
 
 
+def test_bad_job_file_is_one_clear_error(server: ForkServer, place: Path) -> None:
+    """No file, a folder, and no TOML."""
+    missing = server.run("simulate", "absent.toml", folder=place)
+    check_refused(missing, ["absent.toml", "No such file"], code=2)
+    folder = server.run("simulate", ".", folder=place)
+    check_refused(folder, ["cannot read", "Is a directory"], code=2)
+    (place / "job.toml").write_text("rounds = = 3\n")
+    check_refused(
+        server.run("check-job", "job.toml", folder=place),
+        ["job.toml is not TOML", "line 1"],
+        code=2,
+    )
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -473,6 +619,12 @@ def test_resume_without_a_run_is_refused(server: ForkServer, place: Path) -> Non
     assert not (place / "run").exists()
 
 
+def test_report_of_no_run_is_refused(server: ForkServer, place: Path) -> None:
+    """It says what to give."""
+    done = server.run("report", "nothing", folder=place)
+    check_refused(done, ["no run 'nothing'", "crossfed runs"], code=2)
+
+
 def test_resume_with_a_changed_job_names_the_keys(
     server: ForkServer, place: Path
 ) -> None:
@@ -492,6 +644,37 @@ def test_resume_with_a_changed_job_names_the_keys(
     )
     check_refused(done, ["seed: 9 here, 3 there", "training.optimizer.lr"], code=2)
     assert {p: p.read_bytes() for p in _files(place / "run")} == before
+
+
+def test_file_in_place_of_a_folder_is_refused(server: ForkServer, place: Path) -> None:
+    """As the folder itself, and on the way to it."""
+    (place / "taken").write_text("mine")
+    for out in ("taken", "taken/run"):
+        done = server.run("simulate", "job.toml", "--out", out, folder=place)
+        check_refused(done, ["taken", "a file is in the way of a folder"], code=1)
+    assert (place / "taken").read_text() == "mine"
+
+
+def test_unexpected_error_has_a_traceback_only_when_asked(
+    server: ForkServer, place: Path
+) -> None:
+    """A fault of ours is told in two lines."""
+    arguments = ("simulate", "job.toml", *FAST, "--no-report", "--out")
+    short = server.run(*arguments, "a", folder=place, misfortune="bug")
+    check_refused_late(short)
+    assert "Traceback" not in short.stderr
+    assert "add -v for the traceback" in short.stderr
+    long = server.run(*arguments, "b", "-v", folder=place, misfortune="bug")
+    check_refused_late(long)
+    assert "Traceback" in long.stderr
+    for name in ("a", "b"):
+        result = json.loads((place / name / "result.json").read_text())
+        assert result["status"] == "failed"
+
+
+def check_refused_late(done: Done) -> None:
+    assert (done.code, done.stdout) == (1, "")
+    assert "crossfed: ZeroDivisionError: rehearsed" in done.stderr
 
 
 @contextlib.contextmanager
@@ -578,6 +761,23 @@ def test_disk_full_while_events_are_written_loses_no_state(
         assert (disk / "run/model.safetensors").read_bytes() == expected
 
 
+def test_storage_keys_are_made_and_rotated(server: ForkServer, tmp_path: Path) -> None:
+    """A second call adds a key; neither prints one."""
+    for count in (1, 2):
+        done = server.run("keys", "storage", "keys.toml", "--json", folder=tmp_path)
+        facts = json.loads(done.stdout)
+        assert (done.code, facts["file"], facts["keys"]) == (0, "keys.toml", count)
+        assert "keep a copy" in done.stderr
+        for line in (tmp_path / "keys.toml").read_text().splitlines():
+            if line.startswith("secret"):
+                assert line.split('"')[1] not in done.stdout + done.stderr
+    (tmp_path / "keys.toml").chmod(0o644)
+    refused = server.run("keys", "storage", "keys.toml", folder=tmp_path)
+    assert refused.code == 1
+    assert "chmod 600 keys.toml" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 def test_keys_are_made_shown_and_trusted(server: ForkServer, tmp_path: Path) -> None:
     """From nothing to a roster, by the printed public keys alone."""
     roster = {}
@@ -597,6 +797,22 @@ def test_keys_are_made_shown_and_trusted(server: ForkServer, tmp_path: Path) -> 
         roster = json.loads(done.stdout)
     assert (roster["serial"], roster["missing"]) == (2, [])
     assert (tmp_path / "left.pem").stat().st_mode & 0o777 == 0o600
+
+
+def test_doctor_tells_problems_by_its_code(server: ForkServer, tmp_path: Path) -> None:
+    """A warning is no problem; nothing is left behind."""
+    server.run("keys", "new", "left", folder=tmp_path)
+    well = server.run("doctor", "--key", "left.pem", folder=tmp_path)
+    assert well.code == 0, well.stdout
+    assert "warning  key: left.pem is not encrypted" in well.stdout
+    ill = server.run("doctor", "--roster", "none.toml", "--json", folder=tmp_path)
+    assert ill.code == 1
+    found = json.loads(ill.stdout)
+    assert found["problems"] == 1
+    assert {c["name"] for c in found["checks"] if c["status"] == "problem"} == {
+        "roster"
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["left.pem"]
 
 
 def test_transcript_shows_what_was_in_clear(server: ForkServer, place: Path) -> None:
@@ -633,3 +849,68 @@ def test_transcript_shows_what_was_in_clear(server: ForkServer, place: Path) -> 
     assert not (place / "other").exists()
     none = server.run("transcript", "run", folder=place)
     check_refused(none, ["no transcript in run", "--transcript"], code=1)
+
+
+def test_export_gives_the_model_away(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """Model, card and job; the digests on standard output are those of the files."""
+    target = tmp_path / "given"
+    words = ["export", "small", "--to", f"file://{target}"]
+    done = server.run(*words, folder=finished)
+    assert done.code == 0, done.stderr
+    url, *lines = done.stdout.splitlines()
+    assert url == f"file://{target}"
+    files = [line.split("  ")[1] for line in lines]
+    assert files == ["model.safetensors", "job.toml", "README.md"]
+    for line in lines:
+        digest, name = line.split("  ")
+        assert hashlib.sha256((target / name).read_bytes()).hexdigest() == digest
+    again = json.loads(server.run(*words, "--json", folder=finished).stdout)
+    assert again["bytes_written"] == 0
+
+
+def test_export_refuses_what_is_no_store(server: ForkServer, finished: Path) -> None:
+    """The message names the argument."""
+    for url in ("given", "memory://"):
+        done = server.run("export", "small", "--to", url, folder=finished)
+        check_refused(done, ["--to: "], code=2)
+
+
+def test_checkpoints_are_listed_and_verified(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """By the run's name or by a URL; one changed byte is found, and named."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    (run,) = (place / "runs/small").iterdir()
+    done = server.run("checkpoints", "small", folder=place)
+    assert done.code == 0, done.stderr
+    heads, *rows = done.stdout.splitlines()
+    assert heads.split() == ["round", "written", "size", "shared", "state"]
+    assert [row.split()[0] for row in rows] == ["0", "1", "2"]
+    blob = max((run / "checkpoints/blobs").iterdir(), key=lambda p: p.stat().st_mtime)
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 1
+    blob.write_bytes(content)
+    words = ["checkpoints", f"file://{run}"]
+    assert server.run(*words, folder=place).code == 0
+    done = server.run(*words, "--verify", folder=place)
+    assert done.code == 1
+    assert "verified" in done.stdout
+    assert f"{blob.name} does not have the SHA-256 of its name" in done.stdout
+
+
+def test_old_checkpoints_are_pruned(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """The newest stays and can be used; there is always one."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    words = ["checkpoints", "small", "--prune"]
+    found = json.loads(server.run(*words, "1", "--json", folder=place).stdout)
+    assert [c["round_index"] for c in found["survey"]["checkpoints"]] == [2]
+    removed = [f"checkpoints/round-{index:06d}.json" for index in (0, 1)]
+    assert found["pruned"]["checkpoints"] == removed
+    assert found["survey"]["num_unnamed"] == 0
+    assert server.run(*words, "0", folder=place).code == 2

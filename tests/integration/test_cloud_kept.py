@@ -161,7 +161,31 @@ endpoint = "{gce_server.url}"
     return Kept(path, ec2_server, gce_server)
 
 
+NONE_THERE = ("ZONE_RESOURCE_POOL_EXHAUSTED", "told by a test")
 ROLES = sorted(f"site-{site}" for site in SITES)
+
+
+def test_second_choice_of_a_zone_is_taken(kept: Kept):
+    kept.gcp.refusal = lambda zone, _: NONE_THERE if zone == fake_gce.ZONES[0] else None
+    kept.look()
+    assert kept.alive() == ROLES
+    zones = {node.zone for node in kept.nodes()}
+    assert fake_gce.ZONES[1] in zones
+
+
+def test_half_of_a_launch_is_completed_when_there_is_capacity_again(kept: Kept):
+    """What was launched stays; what was refused is reported once and tried again."""
+    kept.gcp.refusal = lambda *_: NONE_THERE
+    kept.look()
+    kept.look()
+    assert kept.alive() == [f"site-{SITES[0]}"]
+    refused = [line for line in kept.told if "not replaced" in line]
+    assert len(refused) <= 2  # The roles that are missing have changed in between.
+    assert "europe-west4-b" in refused[-1]
+    kept.gcp.refusal = lambda *_: None
+    kept.look()
+    assert kept.alive() == ROLES
+    assert kept.launches() == len(ROLES)
 
 
 @pytest.mark.parametrize("operation", ["RunInstances", "DescribeInstances"])
@@ -182,6 +206,18 @@ def test_credentials_that_expire_in_a_launch_are_named(kept: Kept, operation: st
     kept.aws.refusal = lambda _: None
     kept.keeper._restore = real
     kept.look()
+    kept.look()
+    assert kept.alive() == ROLES
+    assert kept.launches() == len(ROLES)
+
+
+def test_a_launch_whose_answer_is_lost_is_not_made_twice(kept: Kept):
+    """Though the service does not list the machine for a while."""
+    kept.aws.loses = lambda form: form["Action"] == "RunInstances"
+    kept.aws.is_blind = True
+    kept.look()
+    assert any("not replaced" in line for line in kept.told)
+    kept.aws.mend()
     kept.look()
     assert kept.alive() == ROLES
     assert kept.launches() == len(ROLES)
@@ -476,6 +512,23 @@ def test_a_pause_of_a_command_that_was_killed_is_ended_by_the_next(paused: Pause
     run_queue.ask_to_pause(paused.run)
     assert paused.watched() == DONE
     assert paused.starts == 1
+
+
+def test_a_pause_outlasts_a_service_that_fails(paused: Paused):
+    """Neither the larger machine nor the old ones can be asked for, for a while."""
+    real, fails = paused.restore, iter(range(3))
+
+    def restore(deployment: Deployment) -> None:
+        if run_verbs.is_over(paused.run) and next(fails, None) is not None:
+            raise ComputeUnavailable("no route to the service")
+        real(deployment)
+
+    paused.kept.keeper._restore = restore
+    assert paused.watched() == DONE
+    assert paused.starts == 1
+    assert sizes(paused.kept) == [("m5.large", NodeState.RUNNING)]
+    (line,) = [line for line in paused.kept.told if "not resumed" in line]
+    assert line.endswith("tried again until it succeeds")
 
 
 def test_a_machine_that_is_lost_in_a_pause_does_not_lose_the_change(paused: Paused):

@@ -224,6 +224,22 @@ def test_a_gpu_is_not_rented_for_an_image_without_its_driver(clouds: Clouds, kin
         preflight.check_gpus(deployment)
 
 
+def test_a_network_without_a_way_out_is_refused(clouds: Clouds):
+    """It would install nothing, for half an hour at full price."""
+    told: list[str] = []
+    clouds.gcp.routers.clear()
+    clouds.aws.refusal = lambda form: (
+        "UnauthorizedOperation" if form["Action"] == "DescribeRouteTables" else None
+    )
+    with clouds.opened() as deployment:
+        with pytest.raises(JobError, match=r"fed\.toml: .* no Cloud NAT") as caught:
+            preflight.check_routes(deployment, told.append)
+        assert caught.value.key == "sites[1].machine.subnets"
+        # Who may not look at networks may still use them, and is told.
+        (line,) = told
+        assert f"whether {SITES[0]} has a way out" in line
+
+
 def test_a_site_with_gpus_does_not_start_without_them(clouds: Clouds):
     """Its machine is launched with them, and its agent counts those that it sees."""
     text = clouds.path.read_text()
@@ -244,6 +260,48 @@ def test_a_site_with_gpus_does_not_start_without_them(clouds: Clouds):
     assert "nvidia.conf" in asked[1].user_data
     assert "nvidia" not in asked[0].user_data
     assert asked[1].accelerator == "nvidia-tesla-t4"
+
+
+def test_tags_and_a_key_of_ones_own(clouds: Clouds):
+    """On all that costs, beside ours; a machine is found again by ours alone."""
+    text = clouds.path.read_text()
+    name = "projects/p/locations/l/keyRings/r/cryptoKeys/k"
+    own = 'tags = { "cost-center" = "Ward 7" }\ndisk_key = "%s"\n'
+    for kind, key, extra in (
+        ('"m5.large"', "alias/own", f'image = "{IMAGE}"\nidentity = "p"\n'),
+        (f'"{fake_gce.TYPES[0]}"', name, 'identity = "a@b"\n'),
+    ):
+        text = text.replace(kind, f"{kind}\n{own % key}{extra}")
+    head = '[release]\nwheel = "https://x/x.whl"\n'
+    clouds.path.write_text(
+        text.replace("[[sites]]", f'{head}sha256 = "{"ab" * 32}"\n[[sites]]', 1)
+    )
+    clouds.aws.make_profile("p")
+    folder = clouds.path.parent / "enrolled"
+    folder.mkdir()
+    config = Federation(folder=folder).config
+    with clouds.opened() as deployment:
+        _, requests = requests_of(deployment, config)
+        for site in deployment.plan.file.sites:
+            asked = requests[site.role]
+            node = loop.fill(deployment, asked, print)
+            assert node.labels["crossfed-role"] == f"site-{site.name}"
+            assert loop.fill(deployment, asked, print).id == node.id
+    (form,) = clouds.aws.launches()
+    assert form["BlockDeviceMapping.1.Ebs.KmsKeyId"] == "alias/own"
+    tagged = [n for n, value in form.items() if value == "cost-center"]
+    assert len(tagged) == 3  # Instance, disk and interface.
+    assert [form[n.replace("Key", "Value")] for n in tagged] == ["Ward 7"] * 3
+    (body,) = clouds.gcp.inserted
+    (disk,) = body["disks"]
+    assert disk["diskEncryptionKey"] == {"kmsKeyName": name}
+    labels = disk["initializeParams"]["labels"]
+    assert labels == body["labels"]
+    assert labels["cost-center"].startswith("ward-7-")  # It takes no capitals.
+    for wrong in ("crossfed-role", "aws:x", "Name"):
+        clouds.path.write_text(text.replace("cost-center", wrong))
+        with pytest.raises(JobError, match=f"'{wrong}' is reserved"):
+            fleet_spec.load(clouds.path)
 
 
 def test_the_agent_of_a_machine_without_its_gpus_ends(tmp_path: Path):

@@ -27,7 +27,7 @@ from support.forked import Forked, shared
 from support.programs import needs
 
 from cloud_adapters.net.ports import free_port
-from deploy.exit_codes import FAILED
+from deploy.exit_codes import BAD_JOB, FAILED
 from federation.clock import SystemClock
 from privacy.secagg.agreement import roster
 
@@ -287,6 +287,17 @@ def test_machines_of_two_clouds_train_and_go(clouds: Clouds):
     assert clouds.nodes() == []
     assert clouds.aws_nodes() == []
     assert clouds.gcp.instances == {}
+
+
+def test_nothing_is_started_for_a_network_without_a_way_out(clouds: Clouds):
+    """Its machine could install nothing, and the others would wait for it, and cost."""
+    clouds.write(f"127.0.0.1:{free_port()}", more=RELEASE)
+    clouds.gcp.routers.clear()
+    up = clouds.up()
+    assert up.wait(60) == BAD_JOB
+    assert "sites[1].machine.subnets" in clouds.told
+    assert (clouds.aws.launches(), clouds.gcp.inserted) == ([], [])
+    assert clouds.nodes() == []
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from support.without_report import simulate
 from deploy.cli import job_check
 from deploy.wiring import parts as wiring
 from federation.clock import VirtualClock
-from federation.errors import QuorumNotMet
+from federation.errors import JobError, QuorumNotMet
 from federation.events import (
     Event,
     ModelEvaluated,
@@ -19,6 +19,7 @@ from federation.events import (
     SiteFailed,
 )
 from federation.job.spec import JobSpec
+from federation.rounds.traffic import Span
 from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
@@ -119,6 +120,29 @@ def changes_job(codec: str = "bf16", **tables: Any) -> JobSpec:
     """A job whose sites are sent what changed."""
     communication = {"down_codec": {"name": codec}, "down_content": "change"}
     return wide_job(communication=communication, **tables)
+
+
+@pytest.mark.parametrize("codec", ["identity", "bf16"])
+def test_changes_bring_the_same_loss_as_whole_models(codec: str):
+    """In as many bytes as predicted: the first model whole, all else in the codec."""
+    job = changes_job(codec)
+    (_, whole), (_, changes) = run(wide_job()), run(job)
+    tolerance = 1e-5 if codec == "identity" else 0.005
+    assert loss(changes) == pytest.approx(loss(whole), abs=tolerance)
+    traffic = job_check.forecast(wiring.build_federation(job), VirtualClock()).traffic
+    assert traffic is not None
+    found = [e.bytes_down for e in changes if isinstance(e, RoundFinished)]
+    predicted = [traffic.of_round(index)[0] for index in range(1, ROUNDS + 1)]
+    assert [Span(down, down) for down in found] == predicted
+    if codec == "bf16":
+        assert all(0.5 * found[0] < down < 0.51 * found[0] for down in found[1:])
+
+
+@pytest.mark.flower
+def test_flowers_simulation_refuses_changes():
+    """It keeps no site in memory, so every other round would be lost."""
+    with pytest.raises(JobError, match=r"communication\.down_content=model"):
+        run(changes_job(), "flower")
 
 
 def test_a_restarted_site_costs_a_round_and_gets_the_whole_model():

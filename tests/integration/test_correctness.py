@@ -117,6 +117,21 @@ def test_weights_by_examples_make_up_for_unequal_sites(cuts: Sequence[int]):
     assert np.abs(expected - uniform).max() > 1e-3
 
 
+def walk(num_batches: int, size: int):
+    """The batches of a site that holds all blobs, cut from whole epochs."""
+    orders = [epoch_order(60, seed=0, site=SiteId("site-0"), epoch=e) for e in range(9)]
+    visited = np.concatenate(orders)
+    return [visited[i * size : (i + 1) * size] for i in range(num_batches)]
+
+
+@pytest.mark.parametrize(("rounds", "local_steps"), [(1, 12), (4, 3), (12, 1)])
+def test_one_site_is_local_training(rounds: int, local_steps: int):
+    """However the steps are cut into rounds, also across the ends of epochs."""
+    job = job_of((0, 60), {"local_steps": local_steps, "batch_size": 25}, rounds=rounds)
+    expected = centralised(walk(12, 25))
+    np.testing.assert_allclose(expected, flat(simulate(job)), atol=1e-5)
+
+
 def test_local_epochs_are_passes_over_the_data():
     """Two rounds of two epochs, in batches of which the last is smaller."""
     job = job_of((0, 60), {"local_epochs": 2, "batch_size": 25}, rounds=2)
@@ -279,6 +294,20 @@ def test_a_run_does_not_depend_on_the_environments_threads():
     assert digests_elsewhere(model, 1, 2, **others) == list(digests(model, 1, 2))
 
 
+def test_a_users_own_model_and_data():
+    """A module of the user's, named in the job with its options."""
+    job = small_job(
+        num_sites=2,
+        rounds=3,
+        model={"factory": f"{USERS}:network", "options": {"width": 16}},
+        data={"source": f"{USERS}:two_moons", "options": {"noise": 0.05}},
+        training={"local_epochs": 8, "optimizer": {"name": "adam", "lr": 0.05}},
+    )
+    result = simulate(job)
+    assert result.weights["inner.weight"].shape == (16, 2)
+    assert result.accuracy >= 0.9
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_run_leaves_the_process_as_it_was(workers: int):
     """Random state, thread count, threads, gradients on: nothing has changed."""
@@ -298,3 +327,20 @@ def test_a_run_leaves_the_process_as_it_was(workers: int):
     run_of("dropout", workers=workers)
     assert before == state()
     assert set(threading.enumerate()) <= threads  # Those of other tests may end.
+
+
+def test_an_example_finishes_well_under_a_second(capfd: pytest.CaptureFixture[str]):
+    """Three clouds learn to tell tumours apart, nearly as well as one would."""
+    job = small_job(
+        num_sites=3,
+        rounds=5,
+        model={
+            "factory": "clients.models:logistic_regression",
+            "options": {"inputs": 30, "classes": 2},
+        },
+        data={"source": "clients.data:breast_cancer"},
+        training={"local_epochs": 2, "optimizer": {"lr": 0.1}},
+    )
+    result = simulate(job)
+    assert result.accuracy > 0.95
+    assert capfd.readouterr() == ("", "")

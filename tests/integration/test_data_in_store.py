@@ -1,6 +1,7 @@
 """Jobs whose data is in an object store, against the same jobs with it in memory."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from support.without_report import simulate
 from cloud_adapters.keys.key_file import add_key
 from deploy import exit_codes
 from deploy.cli import commands as cli
-from federation.errors import CorruptObject, JobError, KeyRefused
+from federation.errors import BucketNotFound, CorruptObject, JobError, KeyRefused
 from federation.job.spec import JobSpec
 from monitoring.runs.run_result import RunResult
 
@@ -129,6 +130,22 @@ def test_what_each_site_reads_is_told(bucket: tuple[str, str], tmp_path: Path):
         assert used.spared_bytes > 1000
 
 
+def test_data_of_all_sites_is_of_all_sites(tmp_path: Path):
+    """A simulation reads it once, wherever it is."""
+    shards(f"file://{tmp_path}/blobs")
+    (used,) = simulate(job(f"file://{tmp_path}/blobs"), folder=None).view.storage
+    assert (used.who, used.way) == ("all sites", "this machine")
+
+
+def test_missing_bucket(bucket: tuple[str, str]):
+    """One error, with the URL."""
+    url, endpoint = bucket
+    options = {"endpoint": endpoint, "region": "us-east-1"}
+    missing = job(f"{url}-none/blobs", options=options)
+    with pytest.raises(BucketNotFound, match=re.escape(f"{url}-none")):
+        simulate(missing, folder=None)
+
+
 def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Size, classes and balance, for people and for programs."""
     url = f"file://{tmp_path}/blobs"
@@ -161,6 +178,21 @@ def test_damage_is_found_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
+    ("source", "options", "reason"),
+    [
+        ("ftp://x/y", {}, "data.source: the scheme 'ftp'"),
+        ("file://x", {"sede": 1}, r"data.options: there is no option 'sede'.*version"),
+        ("file://x", {"order": "none"}, "data.options: order is 'none'"),
+        ("file://x", {"window": "8"}, r"data.options.window: is '8': expected int"),
+    ],
+)
+def test_wrong_options(source: str, options: Mapping[str, Any], reason: str):
+    """The message names the key of the job."""
+    with pytest.raises(JobError, match=reason):
+        simulate(job(source, options=options), folder=None)
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         ("--shard-size", "0"),
@@ -174,6 +206,28 @@ def test_wrong_arguments(tmp_path: Path, wrong: tuple[str, str]):
     command = ["data", "shard", BLOBS, f"file://{tmp_path}/x", *wrong]
     assert cli.main(command) == exit_codes.BAD_JOB
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("size", ["many", "-1", "inf", "nan"])
+def test_a_cache_of_no_size(size: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The message names the variable."""
+    monkeypatch.setenv("CROSSFED_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CROSSFED_CACHE_GIB", size)
+    with pytest.raises(JobError, match=f"CROSSFED_CACHE_GIB: is '{size}'"):
+        simulate(job("s3://bucket/x", options={"region": "us-east-1"}), folder=None)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_no_cache(
+    bucket: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Nothing of the data is left on the disk."""
+    url, endpoint = bucket
+    monkeypatch.setenv("CROSSFED_CACHE_GIB", "0")
+    shards(f"{url}/blobs", "--endpoint", endpoint, "--region", "us-east-1")
+    options = {"endpoint": endpoint, "region": "us-east-1"}
+    simulate(job(f"{url}/blobs", options=options), folder=None)
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.fixture

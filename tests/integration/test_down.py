@@ -73,6 +73,21 @@ def test_what_stays_has_a_price(tmp_path: Path, bucket: dict[str, str]):
     assert found["dollars_per_month"] == pytest.approx(size / 1e9 * price)
 
 
+def test_keys_cost_by_the_month(tmp_path: Path):
+    """Once, though two things are encrypted with one."""
+    arn = "arn:aws:kms:us-east-1:123456789012:key/0a1b"
+    job = small_job(num_sites=2, storage={"encryption": {"key": f"aws-kms:{arn}"}})
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(job_file.document(job)))
+    file = tmp_path / "fed.toml"
+    gcp = "projects/p/locations/l/keyRings/r/cryptoKeys/k"
+    file.write_text(
+        'name = "fed"\njob = "job.toml"\n[[sites]]\nname = "site-0"\n[exchange]\n'
+        f'kms_key = "{gcp}"\nencryption = {{ key = "aws-kms:{arn}" }}\n'
+    )
+    left = {e["place"]: e["dollars_per_month"] for e in down(file)["left"]}
+    assert left == {arn: 1.0, gcp: 0.06}
+
+
 def test_an_unreachable_bucket_hides_nothing_else(
     tmp_path: Path, bucket: dict[str, str]
 ):
@@ -136,6 +151,19 @@ def test_purge_asks_for_the_name_on_a_terminal(
             person.write(answer)
             crossfed("down", str(file), "--purge", code=BAD_JOB if is_left else 0)
             assert place.exists() == is_left
+
+
+def test_down_of_what_never_was_makes_nothing(tmp_path: Path):
+    """Nor does an `up` that is refused."""
+    job = small_job(num_sites=2, rounds=1)
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(job_file.document(job)))
+    file = tmp_path / "fed.toml"
+    file.write_text('name = "fed"\njob = "job.toml"\n[[sites]]\nname = "mars"\n')
+    before = sorted(tmp_path.iterdir())
+    assert down(file) == {"ended": 0, "left": []}
+    told = crossfed("up", str(file), code=BAD_JOB).stderr
+    assert "'mars' is no site" in told
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_an_aggregator_that_is_lost_is_named(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Runs whose checkpoints are encrypted: killed, resumed, and with other keys."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,24 @@ def test_job_must_name_a_key(key: str, words: str, tmp_path: Path):
         simulate(job, folder=tmp_path / "run")
     assert caught.value.key == "storage.encryption.key"
     assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_by_url(
+    key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """With the key beside, since nobody sees the job."""
+    folder = tmp_path / "small" / "run-1"
+    stop_after_round_2(tables(key), folder)
+    started = json.loads((folder / "events.jsonl").read_text().splitlines()[0])
+    place = tmp_path / "small" / started["run_id"]
+    folder.rename(place)
+    command = ["checkpoints", f"file://{place}", "--verify"]
+    assert cli.main([*command, "--encryption-key", f"file:{key}"]) == exit_codes.DONE
+    assert "verified" in capsys.readouterr().out
+    add_key(tmp_path / "other.toml")
+    wrong = f"file:{tmp_path}/other.toml"
+    assert cli.main([*command, "--encryption-key", wrong]) == exit_codes.FAILED
+    assert "other.toml" in capsys.readouterr().err
 
 
 @pytest.fixture(params=["folder", "s3", "gs"])

@@ -274,6 +274,41 @@ def test_too_few_sites_are_no_result(model: Path, tmp_path: Path):
     assert last.status == "failed"
 
 
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [
+        ({"rounds": 0}, "model.weights"),
+        ({"rounds": 0, "evaluation": {"every": 0}}, "evaluation.every"),
+        ({"rounds": 0, "model.personal": ["*bias"]}, "model.personal"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(tables: dict[str, Any], key: str):
+    document = job_file.document(training_job())
+    if key != "model.weights":
+        document["model"]["weights"] = "somewhere"
+    for name, value in tables.items():
+        job_file.override(document, name, value)
+    with pytest.raises(JobError) as caught:
+        job_file.parse(document)
+    assert caught.value.key == key
+
+
+def test_the_command_takes_a_run_a_file_or_a_url(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    job = tmp_path / "job.toml"
+    job.write_text(RunFolder(model).job.read_text())
+    found = []
+    for at, name in enumerate((model, model / "model.safetensors", model.as_uri())):
+        out = str(tmp_path / f"out-{at}")
+        words = ["evaluate", str(name), str(job), "--out", out, "--no-report", "--json"]
+        assert cli.main(words) == 0
+        found.append(json.loads(capsys.readouterr().out)["final"])
+    assert found[0] == found[1] == found[2]
+    assert cli.main(["evaluate", str(tmp_path / "nothing"), str(job)]) == 2
+    assert "there is no run" in capsys.readouterr().err
+
+
 def test_a_loss_that_is_not_finite_names_its_sites(model: Path, tmp_path: Path):
     """Without masks, which refuse it."""
     weights = load_file(model / "model.safetensors")

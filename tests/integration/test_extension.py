@@ -15,7 +15,7 @@ from clients.models.model_pool import ModelPool
 from clients.models.starting_weights import initial_weights, pinned
 from deploy.wiring import extension, run as wiring_run
 from federation.clock import SystemClock
-from federation.errors import CheckpointMismatch, QuorumNotMet
+from federation.errors import CheckpointMismatch, QuorumNotMet, RunNotFound
 from federation.events import (
     Event,
     RoundFinished,
@@ -24,7 +24,7 @@ from federation.events import (
     SiteAnswered,
     SiteFailed,
 )
-from federation.job import job_file
+from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder, leave_report
 
@@ -107,6 +107,25 @@ def test_an_extended_run_equals_a_longer_one(
     assert losses[0] == losses[1]
 
 
+def test_an_extension_is_on_record(tmp_path: Path) -> None:
+    """From which round and which job, in events, result and report; told once."""
+    run = RunFolder(tmp_path / "run")
+    simulate(job_of(2), folder=run.path)
+    for _ in range(2):
+        simulate(job_of(3), folder=run.path, extend=True)
+    # It is the run's job by now.
+    simulate(job_of(3), folder=run.path, resume=True)
+    leave_report(run)
+    (event,) = extensions(run)
+    assert (event.last_round, event.first_round) == (2, 3)
+    assert (event.rounds_before, event.rounds) == (2, 3)
+    assert event.job_before == job_digest.digest(job_of(2)).hex()
+    assert event.job == job_digest.digest(job_of(3)).hex()
+    assert job_file.loads(run.read_job()).rounds == 3
+    assert '"rounds_before": 2' in run.result.read_text()
+    assert "extended after round 2" in run.report.read_text()
+
+
 def test_a_run_killed_while_it_is_extended_goes_on(tmp_path: Path) -> None:
     """After the record was written, and before the first checkpoint of the new job."""
     run = RunFolder(tmp_path / "run")
@@ -124,6 +143,17 @@ def test_a_run_killed_while_it_is_extended_goes_on(tmp_path: Path) -> None:
     assert run.model.read_bytes() == RunFolder(tmp_path / "whole").model.read_bytes()
     assert whole.status == "completed"
     assert len(extensions(run)) == 1
+
+
+def test_a_stopped_run_is_extended_from_where_it_is(tmp_path: Path) -> None:
+    """The rounds that were left are run as well."""
+    run = RunFolder(tmp_path / "run")
+    simulate(job_of(4), folder=run.path, stop_requested=lambda: True)
+    before = run.view().rounds_completed
+    simulate(job_of(5), folder=run.path, extend=True)
+    assert before < 4
+    assert run.view().rounds_completed == 5
+    assert extensions(run)[0].last_round == before
 
 
 def test_rounds_alone_are_no_silent_edit(tmp_path: Path) -> None:
@@ -186,6 +216,11 @@ def test_what_depends_on_the_rounds_is_refused(
     with pytest.raises(CheckpointMismatch, match=said):
         simulate(job_of(rounds, **tables, **more), folder=run.path, extend=True)
     assert (run.events.read_bytes(), run.job.read_bytes()) == before
+
+
+def test_no_run_is_extended_that_never_began(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFound, match="no run in"):
+        simulate(job_of(2), folder=tmp_path / "none", extend=True)
 
 
 def test_with_secure_aggregation_a_new_contract_goes_on(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from support.without_report import simulate
 from deploy.cli import job_check
 from deploy.wiring import parts as wiring
 from federation.clock import VirtualClock
-from federation.errors import CheckpointMismatch
+from federation.errors import CheckpointMismatch, JobError
 from federation.event_log import read_events
 from federation.events import ModelEvaluated, RoundFinished, SiteFailed
 from federation.job.spec import JobSpec
@@ -104,6 +104,14 @@ def test_engines_agree_bit_for_bit():
     assert values(ours).tobytes() == values(theirs).tobytes()
 
 
+@pytest.mark.flower
+def test_flowers_simulation_refuses_residuals_without_a_folder():
+    """With one it keeps them, as ``test_flower_engine`` sees."""
+    job = small_job(**tables("int4"))
+    with pytest.raises(JobError, match="folder for their state"):
+        simulate(job, engine="flower")
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -120,6 +128,14 @@ def test_a_run_goes_on_with_its_codec_only(changed: dict[str, Any], tmp_path: Pa
     job["communication"] = {"codec": changed}
     with pytest.raises(CheckpointMismatch, match=r"communication\.codec"):
         simulate(small_job(**job), folder=tmp_path / "run", resume=True)
+
+
+def test_feedback_costs_nothing_with_what_it_does_not_need(tmp_path: Path):
+    """A job of 16 bits keeps no state, and its sites hear nothing of what counted."""
+    simulate(small_job(**tables("bf16")), folder=tmp_path / "run")
+    assert not list((tmp_path / "run").rglob("state-*"))
+    (newest,) = sorted((tmp_path / "run").rglob("round-*.json"))[-1:]
+    assert b"counted" not in newest.read_bytes()
 
 
 def test_hostile_words_are_refused_and_the_others_go_on(tmp_path: Path):

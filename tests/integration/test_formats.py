@@ -99,6 +99,16 @@ def test_adapters_are_merged_into_a_folder_of_transformers(run: RunFolder) -> No
     assert (again.bytes_written, again.sha256) == (0, done.sha256)
 
 
+def test_adapters_leave_alone(run: RunFolder, tmp_path: Path) -> None:
+    """They are a small part of the model, and fit on the job's base model."""
+    job = job_file.loads(run.read_job())
+    made = write_format("adapters", job, run.model, tmp_path, None)
+    size = made.files["adapter_model.safetensors"].stat().st_size
+    assert size < run.model.stat().st_size / 4
+    assert made.parity.error < 1e-6
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
+
+
 def test_a_prompt_leaves_as_adapters_do(tmp_path: Path) -> None:
     """It is read into the base model, whose head a prompt does not change."""
     job = job_of(GPT2, prompt={"tokens": 3})

@@ -13,6 +13,7 @@ from clients.data.batches import stepwise
 from clients.models.model_pool import ModelPool
 from deploy.wiring import parts
 from federation.compression.fragments import fragment_of
+from federation.errors import JobError
 from federation.events import (
     CostPredicted,
     Event,
@@ -177,6 +178,13 @@ def test_a_site_that_drops_out_comes_back_to_its_own_values():
     finished = [e for e in seen if isinstance(e, RoundFinished)]
     assert [e.status for e in finished].count("completed") >= ROUNDS - 1
     assert finished[-1].status == "completed"
+
+
+def test_more_fragments_than_blocks_are_refused():
+    job = job_of(4, fragments=9)
+    with pytest.raises(JobError, match="blocks of 4,096") as caught:
+        simulate(job)
+    assert caught.value.key == "communication.fragments"
 
 
 def test_a_lost_round_costs_no_whole_model():

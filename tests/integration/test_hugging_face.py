@@ -1,7 +1,9 @@
 """Models of transformers and adapters of peft, with random weights and no network."""
 
+import importlib
 import json
 import re
+import warnings
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +20,13 @@ from clients.models import hugging_face, tokenizer
 from clients.models.model_pool import ModelPool
 from clients.models.objectives import objective_of
 from clients.models.pretrained import folder_digest
+from clients.training.local_federation import Federation
 from deploy.wiring.parts import build_federation
 from federation.errors import JobError, SiteError
+from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
+from federation.protocols import LocalWeights
 from privacy.dp_sgd.clipping import ClippedSum
 from privacy.dp_sgd.fit import fit_for_privacy
 from privacy.dp_sgd.person_batch import PersonBatch
@@ -162,6 +167,38 @@ def adapters(module: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Ten
     }
 
 
+def errors_of_the_mean(lora: dict[str, Any]) -> list[float]:
+    """Of ``mean(B) mean(A)`` as a product of matrices, relative to ``mean(B A)``."""
+    federation: Federation = build_federation(job(num_sites=3, options={"lora": lora}))
+    pool = federation.pool
+    weights_d, integers_m = pool.initial_weights()
+    sites = []
+    for number in range(3):
+        trainer = federation.trainer(SiteId(f"site-{number}"))
+        update = trainer.fit(weights_d, integers_m, round_index=1)
+        assert isinstance(update, LocalWeights)
+        sites.append(update.weights_d)
+    with pool.borrow() as model:
+        products = []
+        for site_d in sites:
+            model.load(site_d, integers_m)
+            products.append(adapters(model.module))
+        model.load(np.mean(sites, axis=0, dtype=np.float64).astype("f4"), integers_m)
+        averaged = adapters(model.module)
+    errors = []
+    for name, (a, b) in averaged.items():
+        exact = sum(site[name][1] @ site[name][0] for site in products) / 3
+        assert isinstance(exact, torch.Tensor)
+        assert exact.norm() > 0
+        errors.append(((b @ a - exact).norm() / exact.norm()).item())
+    return errors
+
+
+def test_ffa_is_the_exact_mean_and_plain_averaging_is_not():
+    assert max(errors_of_the_mean(FFA)) < 1e-6
+    assert min(errors_of_the_mean(PLAIN)) > 1e-3
+
+
 @pytest.mark.parametrize("clipping", ["hooks", "ghost"])
 @pytest.mark.parametrize("lora", [FFA, PLAIN])
 @pytest.mark.parametrize("sizes", [None, [2, 1, 2]])
@@ -272,6 +309,35 @@ def test_record_level_privacy_trains_adapters():
     assert result.status == "completed"
 
 
+@pytest.mark.parametrize("options", [{"lora": {"rank": 2}}, {"prompt": {"tokens": 2}}])
+def test_adapters_show_no_warning_that_users_cannot_mend(options: dict[str, Any]):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hugging_face(config=GPT2, **options)
+
+
+def test_adapters_of_a_billion_values_are_a_few_megabytes():
+    """On the meta device; the other half of the claim is in the test of GPT-2."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    }
+    lora = {"rank": 8, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    with torch.device("meta"):
+        model = hugging_face(config=config, lora=lora)
+    assert sum(p.numel() for p in model.parameters()) > 1e9
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trained == 16 * 8 * (2048 + 512 + 512 + 2048)
+    up, down = 2 * trained, 4 * trained  # 16 bits in the sum, float32 in the model.
+    assert up + down + 2 * HEADER_BYTES < 5e6
+
+
 def test_a_single_target_is_the_name_of_a_layer():
     one, listed = (
         hugging_face(config=GPT2, lora={"rank": 2, "targets": targets})
@@ -322,6 +388,21 @@ def test_model_of_a_folder(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(JobError, match="use the same files"):
         hugging_face(folder=str(tmp_path), sha256=digest)
+
+
+def test_a_new_head_is_drawn_without_a_report(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """Every site loads the folder, and would print it again; later loads may."""
+    hugging_face(config=GPT2).save_pretrained(tmp_path)
+    digest = folder_digest(tmp_path, tokenizer=False)
+    logging = importlib.import_module("transformers.utils.logging")
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    capfd.readouterr()
+    auto = "AutoModelForSequenceClassification"
+    hugging_face(auto, folder=str(tmp_path), sha256=digest)
+    assert capfd.readouterr() == ("", "")
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
 def test_weights_of_another_model_are_refused_by_their_first_layer(tmp_path: Path):
@@ -595,6 +676,24 @@ def test_fedex_is_the_mean_of_the_sites_models():
         np.testing.assert_allclose(values, whole[name] / total, atol=1e-6)
     for report in result.view.rounds[-1].reports:
         assert 0 < report.bytes_up - 4 * pool.num_trained < HEADER_BYTES
+
+
+def test_svd_trains_and_secure_aggregation_refuses_both():
+    lora = {"rank": 2, "method": "svd"}
+    result = simulate(job(options={"lora": lora}))
+    assert result.view.initial is not None
+    assert result.loss is not None
+    assert result.loss < result.view.initial.pooled.loss
+    for method in ("fedex", "svd"):
+        lora = {"rank": 2, "method": method}
+        secure = {"secure_aggregation": SECURE}
+        with pytest.raises(JobError, match="secure aggregation hides"):
+            ModelPool(job(options={"lora": lora}, privacy=secure))
+
+
+def test_dora_trains_with_plain_averaging():
+    result = simulate(job(rounds=1, options={"lora": {**PLAIN, "dora": True}}))
+    assert result.status == "completed"
 
 
 def test_job_of_the_page_trains(tmp_path: Path):

@@ -16,6 +16,7 @@ from torch.nn import functional
 from clients.data.batches import stepwise
 from clients.models.model_pool import ModelPool
 from deploy.wiring import parts
+from federation.errors import JobError
 from federation.ids import SiteId
 from monitoring.runs.run_result import RunResult
 
@@ -99,6 +100,14 @@ def test_keep_and_fresh_are_what_a_plain_loop_does(optimizer: dict[str, Any]):
     assert values(simulate(small_job(**said_nothing))).tobytes() == fresh.tobytes()
 
 
+def test_momenta_of_matrices_are_kept():
+    kept, fresh = (
+        values(simulate(small_job(**tables(MUON, state, model=MLP))))
+        for state in ("keep", "fresh")
+    )
+    assert np.abs(kept - fresh).max() > 1e-3
+
+
 def test_a_run_that_goes_back_to_an_older_checkpoint_ends_alike(tmp_path: Path):
     """As far back as checkpoints are kept, states are, too."""
     job = tables(ADAM, storage={"keep_checkpoints": 3})
@@ -163,6 +172,26 @@ def test_state_stays_at_the_site_and_old_ones_go(tmp_path: Path):
         assert left == ["state-0000000003", "state-0000000004"]
     simulate(small_job(**tables(ADAM, "fresh")), folder=tmp_path / "fresh")
     assert not (tmp_path / "fresh/sites").exists()
+
+
+def test_virtual_time_changes_nothing():
+    """The same sites, one after another."""
+    job = tables({"lr": 0.2, "momentum": 0.9})
+    machines = [
+        {"site": f"site-{i}", "examples_per_second": 100.0 - i} for i in range(3)
+    ]
+    found = simulate(
+        small_job(**job, simulation={"machines": machines}), engine="virtual"
+    )
+    expected = simulate(small_job(**job))
+    np.testing.assert_allclose(values(expected), values(found), atol=1e-6)
+
+
+@pytest.mark.flower
+def test_flowers_engine_needs_a_folder_for_the_state():
+    """Any of its processes takes a site's round; ``test_few_bits`` runs it with one."""
+    with pytest.raises(JobError, match="folder for their state"):
+        simulate(small_job(**tables(ADAM)), engine="flower")
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,17 @@ def test_same_run_twice_has_the_same_model(engine: str):
     assert first == second
 
 
+def test_site_that_leaves_for_good_is_missing_at_the_end():
+    """It evaluates nothing either."""
+    result, seen = run(job_of(2, 3, 4, 5, 6))
+    assert result.status == "completed"
+    assert asked(seen) == [SITES, SITES, WITHOUT, WITHOUT, WITHOUT]
+    assert result.view.last_evaluated is not None
+    assert set(result.view.last_evaluated.sites) == {*WITHOUT}
+    assert result.view.left_out is not None
+    assert result.view.left_out.sites == (LEAVES,)
+
+
 def test_site_that_leaves_is_asked_where_its_answer_is_needed():
     """Rounds without quorum would soon end the run: it is waited for instead."""
     result, seen = run(job_of(2, 3, quorum=None))

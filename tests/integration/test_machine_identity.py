@@ -195,6 +195,16 @@ def test_doctor_finds_the_role_of_an_instance(imds: FakeImds, sts: FakeSts):
     )
 
 
+def test_doctor_finds_a_role(
+    sts: FakeSts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """That of the profile and not that of its source."""
+    use_role(monkeypatch, tmp_path, "source_profile = base")
+    found = check("aws")
+    assert found.found.startswith("a role that the profile assumes: arn:aws:sts::")
+    assert sts.signers[-1] == "ASIAROLE"
+
+
 def test_doctor_warns_of_keys(sts: FakeSts, monkeypatch: pytest.MonkeyPatch):
     """They work, and are what should not be there; a session's end by themselves."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAUSER")
@@ -205,6 +215,31 @@ def test_doctor_warns_of_keys(sts: FakeSts, monkeypatch: pytest.MonkeyPatch):
     assert "does not expire" in found.found
     monkeypatch.setenv("AWS_SESSION_TOKEN", "session-of-the-user")
     assert "does not expire" not in check("aws").found
+
+
+def test_doctor_without_sts(imds: FakeImds):
+    """The kind is known, and the name is not; nobody is asked for other services."""
+    found = check("aws")
+    assert found.status == "warning"
+    assert "unreachable" in found.found
+    assert check("aws", is_own=False).status == "ok"
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_doctor_finds_none(cloud: str, monkeypatch: pytest.MonkeyPatch):
+    """And says where it has looked."""
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    found = check(cloud)
+    assert found.status == "problem"
+    assert found.found.startswith("none: ")
+    assert "docs/howto/cloud-identity.md" in found.advice
+
+
+def test_doctor_and_a_profile_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    """The library's words are not repeated."""
+    monkeypatch.setenv("AWS_PROFILE", "missing")
+    found = check("aws")
+    assert (found.status, "ProfileNotFound" in found.found) == ("problem", True)
 
 
 def test_doctor_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -274,6 +309,22 @@ def test_doctor_finds_a_machine_of_google():
     assert found["found"] == (
         "the machine's service account: site@p-1.iam.gserviceaccount.com"
     )
+
+
+def test_doctor_is_quiet_where_nothing_is():
+    """The library's own warnings of each attempt say nothing more."""
+    found, log = doctor_alone("127.0.0.1:9")
+    assert (found["status"], log) == ("problem", "")
+
+
+def test_doctor_and_a_file_without_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is named, and is no credentials."""
+    (tmp_path / "google.json").write_text("{}")
+    path = str(tmp_path / "google.json")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", path)
+    assert check("gcp").status == "problem"
 
 
 @needs("root", "ip")

@@ -55,6 +55,12 @@ def test_a_changed_rule_is_another_job(tmp_path: Path):
     assert caught.value.key == "aggregation.combine"
 
 
+def test_a_rule_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(JobError, match="has no 'median_of_three'") as caught:
+        simulate(job_with("statistics:median_of_three", tmp_path))
+    assert caught.value.key == "aggregation.combine"
+
+
 def test_the_rule_of_the_how_to_bounds_one_site(tmp_path: Path):
     page = Path(__file__).parents[2] / "docs/howto/own-objective.md"
     _, _, section = page.read_text(encoding="utf-8").partition("## Your own combine")

@@ -42,6 +42,11 @@ def test_weights_find_the_rare_class(tmp_path: Path):
     assert recall[1] > recall[0] + 0.2
 
 
+def test_graphs_are_told_apart(tmp_path: Path):
+    files_of("lightning-and-graphs.md", tmp_path, "graphs")
+    assert train(tmp_path / "graphs.toml").summary()["final"]["accuracy"] > 0.95
+
+
 def test_lightning_module_trains(tmp_path: Path):
     pytest.importorskip("lightning")
     files_of("lightning-and-graphs.md", tmp_path, "digits")

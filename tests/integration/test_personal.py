@@ -147,3 +147,10 @@ def test_each_site_can_export_its_own_model(
     shutil.rmtree(run.path / "sites/site-1")
     with pytest.raises(RunNotFound, match="personal parts of site 'site-1'"):
         write_site_model(run, "site-1", tmp_path / "out")
+
+
+def test_a_job_without_personal_parts_has_no_models_of_sites(tmp_path: Path):
+    """The message says what to do."""
+    simulate(small_job(), folder=tmp_path)
+    with pytest.raises(JobError, match="remove --site"):
+        write_site_model(RunFolder(tmp_path), "site-0", tmp_path / "out")

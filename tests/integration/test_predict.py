@@ -122,6 +122,14 @@ def test_records_without_labels_have_predictions_alone(
     ]
 
 
+def test_options_of_the_jobs_source_can_be_replaced(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    """As many records as they say."""
+    done = predict(run, "job", {"num_held_out": 3}, out=tmp_path / "a.jsonl")
+    assert done.records == 3
+
+
 def test_what_cannot_be_done_is_refused_before_the_model_is_built(
     run: RunFolder, tmp_path: Path
 ) -> None:
@@ -168,6 +176,30 @@ def badly_labelled() -> tuple[Examples, Examples]:
         Examples(inputs=part.inputs, targets=part.targets + 9) for part in blobs()
     )
     return train, held_out
+
+
+class TwoOutputs(torch.nn.Linear):
+    """Returns a row for each record, and one number for all."""
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """Logits, and their mean."""
+        found = super().forward(inputs)
+        return found, found.mean()
+
+
+def two_outputs() -> torch.nn.Module:
+    """From four features."""
+    return TwoOutputs(4, 3)
+
+
+def test_an_output_without_rows_is_refused_by_name(tmp_path: Path) -> None:
+    """It has no length to compare."""
+    run = RunFolder(tmp_path)
+    run.write_job(small_job(model={"factory": f"{__name__}:two_outputs"}))
+    save_file(two_outputs().state_dict(), run.model)
+    with pytest.raises(SiteError, match=r"'output_1' of shape \[\]"):
+        predict(run, f"{__name__}:unlabelled", {}, out=tmp_path / "a.jsonl")
+    assert not (tmp_path / "a.jsonl").exists()
 
 
 def test_an_own_objective_predicts_without_labels(tmp_path: Path) -> None:

@@ -54,6 +54,14 @@ def test_site_with_a_certificate_reaches_the_fleet(proxy: RunningProxy, site: Pa
     assert proxy.fleet[before:] == [FLEET]
 
 
+def test_a_message_of_twenty_megabytes_goes_through(proxy: RunningProxy, site: Path):
+    """Nothing of it is kept on the disk on the way."""
+    with httpx.Client(verify=proxy.context(site)) as client:
+        url = f"https://{proxy.address}/v1/fleet/push-object"
+        assert client.post(url, content=bytes(20 << 20)).text == str(20 << 20)
+    assert not [p for p in proxy.settings.work.glob("temporary/**/*") if p.is_file()]
+
+
 @pytest.mark.parametrize("way", ["GET /health", "GET /enroll", "POST /enroll"])
 def test_health_and_enrolment_need_no_certificate(proxy: RunningProxy, way: str):
     """They go to the service."""

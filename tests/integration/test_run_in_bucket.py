@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,22 @@ from aggregator.checkpoint import CHUNK_BYTES
 from cloud_adapters.storage.s3.store import S3Store
 from deploy.wiring import run_store
 from federation.errors import (
+    JobError,
     RunConflict,
     RunNotFound,
     StoreUnavailable,
 )
 from federation.event_log import read_events, to_line
 from federation.events import Event, RoundFinished, RunFinished, StoreUsed
+from federation.job.spec import JobSpec
 from federation.protocols import ObjectStore
 from federation.rounds.cost import requests_of_run
 from federation.rounds.server_optimizer import server_optimizer
 from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
+
+Make = Callable[..., JobSpec]
 
 
 @pytest.fixture
@@ -153,6 +158,24 @@ def test_a_killed_run_goes_on_elsewhere(tables: Any, tmp_path: Path):
     check_same(here, whole)
 
 
+def test_nothing_to_resume(tables: Any, tmp_path: Path):
+    """An empty bucket is no error of the store."""
+    job = small_job(**tables)
+    with pytest.raises(RunNotFound, match="of the job 'small' in"):
+        run_store.newest_folder(job, tmp_path)
+    with pytest.raises(RunNotFound, match="to resume"):
+        simulate(job, folder=tmp_path / "run", resume=True)
+
+
+def test_a_bucket_that_is_not_there(tables: Any, tmp_path: Path):
+    """It shows before any training, and names the bucket."""
+    tables["storage"]["url"] = tables["storage"]["url"].replace("bucket-", "no-such-")
+    rounds = []
+    with pytest.raises(StoreUnavailable, match="no-such-"):
+        simulate(small_job(**tables), folder=tmp_path, listeners=[rounds.append])
+    assert not any(type(event).__name__ == "RoundStarted" for event in rounds)
+
+
 def test_the_newer_run_is_resumed(tables: Any, tmp_path: Path):
     """On this machine or in the bucket; runs of other jobs do not count."""
     job = small_job(**tables)
@@ -194,6 +217,13 @@ def test_two_processes_in_one_folder(tables: Any, tmp_path: Path):
     run = RunFolder(tmp_path / "run")
     with run.locked(), pytest.raises(RunConflict):
         simulate(small_job(**tables), folder=run.path, resume=True)
+
+
+def test_wrong_urls_are_refused_at_once(tmp_path: Path):
+    """Before data and model are built."""
+    job = small_job(storage={"url": "s3://"})
+    with pytest.raises(JobError, match=r"storage\.url"):
+        simulate(job, folder=tmp_path)
 
 
 def test_a_failed_run_tells_what_it_used(tables: Any, tmp_path: Path):

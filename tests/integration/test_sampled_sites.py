@@ -165,6 +165,11 @@ def own(tmp_path: Path, name: str) -> JobSpec:
     return job_of({"sites": sites}, sampled(f"{tmp_path / 'work.py'}:{name}"))
 
 
+def test_users_function_chooses_the_cheapest(tmp_path: Path):
+    found = counts(told(own(tmp_path, "cheapest")))
+    assert found == dict.fromkeys(SITES[3:], 8)  # Virtual time begins at midnight.
+
+
 def test_users_own_line_is_the_cause(tmp_path: Path):
     with pytest.raises(UserCodeError, match="AttributeError") as caught:
         told(own(tmp_path, "broken"))
@@ -174,6 +179,12 @@ def test_users_own_line_is_the_cause(tmp_path: Path):
     while trace.tb_next:
         trace = trace.tb_next
     assert trace.tb_frame.f_code.co_filename.endswith("work.py")
+
+
+def test_function_that_is_not_there_is_refused(tmp_path: Path):
+    with pytest.raises(JobError, match="missing") as caught:
+        told(own(tmp_path, "missing"))
+    assert caught.value.key == "schedule.sampling"
 
 
 def test_private_samples_know_neither_losses_nor_times(tmp_path: Path):

@@ -15,7 +15,9 @@ from support.without_report import simulate
 from cloud_adapters.storage.disk import transfer
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.tools.export import CARD, export
+from deploy.wiring import extension
 from federation.epsilon_text import format_epsilon
+from federation.errors import CheckpointMismatch
 from federation.job.spec import JobSpec
 from monitoring import privacy_words
 from monitoring.pages import comparison, report_privacy
@@ -54,6 +56,20 @@ def test_the_best_model_is_in_the_file_and_the_result(tmp_path: Path) -> None:
     found = json.loads(run.result.read_text())
     assert (found["selected"]["round"], found["final"]["round"]) == (best, best)
     assert f"best by loss: that of round {best}" in "\n".join(outcome.lines(done.view))
+
+
+def test_the_card_and_the_record_say_why_the_run_ended(tmp_path: Path) -> None:
+    """And it cannot be extended: it would stop again."""
+    run = RunFolder(tmp_path / "run")
+    spec = job_of(rounds=40, patience=2)
+    done = simulate(spec, folder=run.path)
+    assert done.rounds_completed < 40
+    store = MemoryStore()
+    export(run, store)
+    card = b"".join(transfer.stream(store, CARD))
+    assert b"the run stopped early: loss was best after round" in card
+    with pytest.raises(CheckpointMismatch, match="stopped early"):
+        extension.check(job_of(rounds=60, patience=2), run)
 
 
 @pytest.mark.parametrize("kind", ["ema", "swa"])

@@ -21,7 +21,7 @@ from cloud_adapters.flower import simulation as flower_simulation
 from cloud_adapters.net.ports import free_port
 from cloud_adapters.nginx.config import MAX_FLEET_BYTES
 from federation.clock import SystemClock
-from federation.errors import JobError
+from federation.errors import FederationError, JobError
 from privacy.membership.certificates import key_pem, new_key
 
 if importlib.util.find_spec("flwr") is None:
@@ -252,6 +252,12 @@ def test_aggregator_that_is_away_is_tried_again(
         thread.join()
 
 
+def test_one_works_in_a_folder(relay: Relay):
+    """An agent and a relay of one site would answer for each other."""
+    with pytest.raises(FederationError, match="another agent or relay"):
+        Relay(relay.folder).run()
+
+
 def test_mistakes_are_told(tmp_path: Path, proxy: RunningProxy):
     """Before anything listens."""
     with pytest.raises(JobError, match="without a proxy") as caught:
@@ -259,3 +265,20 @@ def test_mistakes_are_told(tmp_path: Path, proxy: RunningProxy):
     assert caught.value.key == "certificate"
     with pytest.raises(JobError, match="enrol the site again"):
         Relay(site_folder(tmp_path / "b", proxy, "missing.pem")).run()
+
+
+@pytest.mark.parametrize("port", [-1, 70_000])
+def test_port_that_is_none(
+    relay: Relay, tmp_path: Path, proxy: RunningProxy, port: int
+):
+    """Or one that is taken."""
+    certificate = (relay.folder / "site.toml").read_text().split('"')[3]
+    folder = site_folder(tmp_path / "lab", proxy, certificate)
+    with pytest.raises(FederationError, match=f"cannot listen on 127.0.0.1:{port}"):
+        site_relay.serve(
+            folder / "site.toml",
+            port=port,
+            stopped=threading.Event(),
+            clock=SystemClock(),
+            listener=print,
+        )

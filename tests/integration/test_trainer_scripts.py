@@ -198,6 +198,21 @@ def test_a_loop_prints_nothing_and_ends_early(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == ""
 
 
+def test_another_task_uses_model_and_data_of_the_trainer():
+    """As record-level privacy needs it: in the loop of the job."""
+    training = {"task": "sft", "metrics": {}, "local_epochs": 1, "local_steps": None}
+    training = {k: v for k, v in training.items() if v is not None}
+    spec = small_job(
+        num_sites=2,
+        model={"factory": SCRIPT},
+        data={"source": SCRIPT},
+        training={**training, "batch_size": SIZE},
+    )
+    result = simulate(spec)
+    assert result.status == "completed"
+    assert 0 <= (result.accuracy or 0) <= 1
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -192,6 +192,12 @@ def test_first_failures_end_a_search_with_their_reason(tmp_path: Path) -> None:
     assert "no_such_data" in (tmp_path / "search" / "tuning.html").read_text()
 
 
+def test_a_metric_that_the_job_lacks(tmp_path: Path) -> None:
+    keys = 'metric = "recall"\ngoal = "max"'
+    with pytest.raises(FederationError, match="no metric 'recall'; it has accuracy"):
+        search(tmp_path, keys=keys)
+
+
 def test_all_trials_are_charged(tmp_path: Path) -> None:
     one = search(tmp_path / "one", trials=1, job=JOB + PRIVATE)
     three = search(tmp_path / "three", trials=3, job=JOB + PRIVATE)
@@ -213,6 +219,13 @@ def test_all_trials_are_charged(tmp_path: Path) -> None:
     ledger.write_text(ledger.read_text().replace("1", "2"))
     with pytest.raises(CorruptObject, match="unknown"):
         search(tmp_path / "three", trials=4, job=JOB + PRIVATE)
+
+
+def test_a_study_that_is_damaged_is_named(tmp_path: Path) -> None:
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search/study.db").write_text("not a database")
+    with pytest.raises(CorruptObject, match=r"study\.db cannot be read"):
+        search(tmp_path)
 
 
 def test_no_trial_starts_beyond_the_budget_of_all(tmp_path: Path) -> None:

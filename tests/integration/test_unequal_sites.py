@@ -181,6 +181,12 @@ def test_data_that_belongs_to_a_site_does_not_move(tables: dict[str, Any], match
         job_of(MOVES, tables, {"simulation": {"machines": []}})
 
 
+def test_data_moves_only_where_time_is_measured():
+    with pytest.raises(JobError, match="virtual time") as caught:
+        simulate(job_of(MOVES))
+    assert caught.value.key == "data.placement"
+
+
 def test_buffer_of_all_sites_is_a_round():
     """Each update counts as in a round of all sites, whatever the buffer's size."""
     alike = {
@@ -292,6 +298,12 @@ def told_by(
         **({} if stop is None else {"stop_requested": stop}),
     )
     return events
+
+
+def test_threads_of_one_process_can_do_it_too():
+    events = told(job_of(BUFFERED), engine="inproc")
+    assert of(RunFinished, events)[0].status == "completed"
+    assert len(of(SiteAnswered, events)) == 24
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from support.small_jobs import small_job
 
 from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock
+from federation.errors import JobError
 from federation.events import (
     CostPredicted,
     Event,
@@ -98,6 +99,11 @@ def passes(num_sites: int) -> int:
     machines = Passes(job.simulation.machines)
     events_of(replace(job, simulation=replace(job.simulation, machines=machines)))
     return machines.num
+
+
+def test_start_is_linear_in_the_number_of_sites():
+    """No site goes through the machines of all others: thousands of them start."""
+    assert passes(2) == passes(9) > 0
 
 
 def test_no_wall_clock_is_read(monkeypatch: pytest.MonkeyPatch):
@@ -216,3 +222,20 @@ def test_secure_aggregation_runs_in_virtual_time():
     assert only(events, RunFinished)[0].status == "completed"
     assert only(events, RoundFinished)[0].seconds > 4 * 0.5
     gc.collect()
+
+
+def test_site_without_a_speed_is_refused():
+    """No speed is made up."""
+    job = plain_job(simulation={"machines": machines_of(plain_job())[1:]})
+    with pytest.raises(JobError, match="speed of every site"):
+        simulate(job, engine="virtual")
+
+
+@pytest.mark.parametrize("site", ["nobody", None])
+def test_machine_of_nobody_and_of_one_site_twice(site: str | None):
+    """A slip of the pen is named with its place."""
+    machines = machines_of(plain_job())
+    first = {**machines[0], "site": site or machines[0]["site"]}
+    with pytest.raises(JobError) as caught:
+        plain_job(simulation={"machines": [*machines, first]})
+    assert caught.value.key == f"simulation.machines[{len(machines)}].site"
