@@ -232,8 +232,7 @@ def table(
     """
     file = Path(path).expanduser()
     stated, unusable = dict(units or {}), dict[str, str]()
-    if text and file.suffix != ".csv":
-        raise SiteError(f"text is for CSV files, and {file.name} has types: remove it")
+    _check_options(file, text, held_out_fraction)
     if file.suffix in {".npz", ".npy"}:
         columns = _of_numpy(file)
     elif file.suffix in {".parquet", ".csv"}:
@@ -255,7 +254,22 @@ def table(
     }
     whole = whole.with_columns({**columns, **listed})
     split = round(len(rows) * (1 - held_out_fraction))
+    if len(rows) and not split:
+        raise SiteError(
+            f"held_out_fraction leaves no record of {file.name} to train on"
+        )
     return whole.subset(rows[:split]), whole.subset(rows[split:])
+
+
+def _check_options(file: Path, text: Sequence[str], held_out_fraction: float) -> None:
+    if not 0 <= held_out_fraction < 1:
+        raise SiteError(
+            f"held_out_fraction is {held_out_fraction}: give a number from 0 to below 1"
+        )
+    if isinstance(text, str):
+        raise SiteError("text is a list of columns: put the name in brackets")
+    if text and file.suffix != ".csv":
+        raise SiteError(f"text is for CSV files, and {file.name} has types: remove it")
 
 
 def _coded(file: str, data: Table, name: str, listed: tuple[str, ...]) -> Words:

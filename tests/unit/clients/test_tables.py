@@ -107,6 +107,24 @@ def test_columns_are_text_if_their_options_say_so(tmp_path: Path):
         table(str(tmp_path / "site.npy"), text=["0"])
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"held_out_fraction": 1.0}, "from 0 to below 1"),
+        ({"held_out_fraction": -0.1}, "from 0 to below 1"),
+        ({"held_out_fraction": 0.9}, "leaves no record of site.csv to train on"),
+        ({"text": "icd"}, "text is a list of columns"),
+    ],
+)
+def test_options_that_leave_nothing_are_refused(
+    tmp_path: Path, options: dict[str, Any], reason: str
+):
+    file = tmp_path / "site.csv"
+    file.write_text("icd,age\n001,3\n002,4\n")
+    with pytest.raises(SiteError, match=reason):
+        table(str(file), **options)
+
+
 def test_whole_numbers_with_gaps_take_codes_of_a_list(tmp_path: Path):
     cells = {"code": [7.0, None, 3.0], "is_old": [True, None, False]}
     parquet.write_table(pa.table(cells), tmp_path / "site.parquet")
