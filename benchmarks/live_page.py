@@ -5,7 +5,7 @@
 Writes the events of a run as a coordinator does, each site with numbers of its own in
 every round; with `--rounds 10000` that is 10 GB. Then it measures, each in a process of
 its own: the page from what the run has left, a refresh of it while rounds are added,
-the report, and the page from the events alone.
+a scrape of its metrics, the report, and the page from the events alone.
 
 JSON lines on stdout, the machine first; a table on stderr.
 """
@@ -24,6 +24,7 @@ from pathlib import Path
 from random import Random
 
 import machine
+from prometheus_client import CollectorRegistry, generate_latest
 
 from federation.event_log import EventWriter
 from federation.events import (
@@ -40,6 +41,7 @@ from monitoring.runs import fold_cache
 from monitoring.runs.run_folder import RunFolder, leave_report
 from monitoring.runs.run_reader import RunReader
 from monitoring.web.run_feed import RunFeed
+from monitoring.web.run_metrics import RunsCollector
 
 ROUND_SECONDS = 60.0
 BEGAN = 1_790_000_000.0
@@ -176,6 +178,27 @@ def refresh(folder: Path, num_sites: int, rounds: int) -> dict[str, float]:
     return {"read_a_round": reading / ADDED, "make_the_page": making / ADDED}
 
 
+def scrape(folder: Path, num_sites: int, rounds: int) -> dict[str, float]:
+    """Answer Prometheus once, and again after each further round; CPU seconds."""
+    run, random = RunFolder(folder), Random(9)  # noqa: S311
+    registry = CollectorRegistry()
+    registry.register(RunsCollector(lambda: [run]))
+    begun = time.thread_time()
+    generate_latest(registry)
+    first, later, started = time.thread_time() - begun, 0.0, begin(num_sites, rounds)
+    for index in range(rounds + ADDED + 1, rounds + 2 * ADDED + 1):
+        with EventWriter(run.events) as log:
+            for event in a_round(started, index, random):
+                log(event)
+        begun = time.thread_time()
+        generate_latest(registry)
+        later += time.thread_time() - begun
+    begun = time.thread_time()
+    generate_latest(registry)
+    still = time.thread_time() - begun
+    return {"first": first, "after_a_round": later / ADDED, "without_news": still}
+
+
 def report(folder: Path) -> dict[str, float]:
     leave_report(RunFolder(folder))
     return {}
@@ -209,6 +232,7 @@ def main() -> None:
             ("open", partial(show, folder)),
             ("report", partial(report, folder)),
             ("refresh", partial(refresh, folder, asked.sites, asked.rounds)),
+            ("scrape", partial(scrape, folder, asked.sites, asked.rounds)),
             ("open without what the run left", partial(show, folder)),
         ]
         for name, work in parts:
