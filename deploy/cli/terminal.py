@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clients.user_code import frames_of, last_frames, origin
 from deploy import exit_codes
@@ -16,9 +16,6 @@ from deploy.exit_codes import FAILED
 from deploy.service_log import plain
 from federation.errors import FederationError, JobError, QuorumNotMet, SiteError
 from federation.typed_json import encode
-
-if TYPE_CHECKING:  # Imports numpy.
-    pass
 
 # Width of tables that do not go to a terminal.
 _PIPE_COLUMNS = 200
