@@ -113,7 +113,7 @@ def test_columns_are_text_if_their_options_say_so(tmp_path: Path):
         ({"held_out_fraction": 1.0}, "from 0 to below 1"),
         ({"held_out_fraction": -0.1}, "from 0 to below 1"),
         ({"held_out_fraction": 0.9}, "leaves no record of site.csv to train on"),
-        ({"text": "icd"}, "text is a list of columns"),
+        ({"text": "icd"}, "text is a list"),
     ],
 )
 def test_options_that_leave_nothing_are_refused(
