@@ -16,7 +16,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -38,6 +38,7 @@ from federation.events import (
 )
 from federation.messages import MetricSums, Phase, Resources
 from monitoring.runs import fold_cache
+from monitoring.runs.numbers_reader import NumbersReader
 from monitoring.runs.run_folder import RunFolder, leave_report
 from monitoring.runs.run_reader import RunReader
 from monitoring.web.run_feed import RunFeed
@@ -135,7 +136,7 @@ def sums(random: Random, count: int, loss: float) -> MetricSums:
 def write(folder: Path, num_sites: int, rounds: int) -> dict[str, float]:
     """Write a run as its coordinator does; CPU seconds of what it keeps and leaves."""
     run, random, taking = RunFolder(folder), Random(7), 0.0  # noqa: S311
-    reader = RunReader(run.events)
+    reader, numbers = RunReader(run.events), NumbersReader(run.events)
     with EventWriter(run.events) as log:
         started = begin(num_sites, rounds + ADDED)
         for index in range(rounds + 1):
@@ -144,9 +145,20 @@ def write(folder: Path, num_sites: int, rounds: int) -> dict[str, float]:
                 log(event)
                 began = time.thread_time()
                 reader.take(event)
+                numbers.take(event)
                 taking += time.thread_time() - began
     run.job.write_text("")
     return {"bytes": run.events.stat().st_size, "take_cpu_per_round": taking / rounds}
+
+
+def add(run: RunFolder, events: Iterable[Event]) -> None:
+    """Go on with a run as another coordinator does."""
+    numbers = NumbersReader(run.events)
+    numbers.look()
+    with EventWriter(run.events) as log:
+        for event in events:
+            log(event)
+            numbers.take(event)
 
 
 def show(folder: Path) -> dict[str, float]:
@@ -166,9 +178,7 @@ def refresh(folder: Path, num_sites: int, rounds: int) -> dict[str, float]:
     started = begin(num_sites, rounds + ADDED)
     reading, making = 0.0, 0.0
     for index in range(rounds + 1, rounds + ADDED + 1):
-        with EventWriter(run.events) as log:
-            for event in a_round(started, index, random):
-                log(event)
+        add(run, a_round(started, index, random))
         began = time.thread_time()
         feed.look()
         reading += time.thread_time() - began
@@ -179,17 +189,18 @@ def refresh(folder: Path, num_sites: int, rounds: int) -> dict[str, float]:
 
 
 def scrape(folder: Path, num_sites: int, rounds: int) -> dict[str, float]:
-    """Answer Prometheus once, and again after each further round; CPU seconds."""
+    """Answer Prometheus in a round, and again after each round; CPU seconds."""
     run, random = RunFolder(folder), Random(9)  # noqa: S311
+    started = begin(num_sites, rounds)
+    *unfinished, _, _ = a_round(started, rounds + ADDED + 1, random)
+    add(run, unfinished)
     registry = CollectorRegistry()
     registry.register(RunsCollector(lambda: [run]))
     begun = time.thread_time()
     generate_latest(registry)
-    first, later, started = time.thread_time() - begun, 0.0, begin(num_sites, rounds)
+    first, later = time.thread_time() - begun, 0.0
     for index in range(rounds + ADDED + 1, rounds + 2 * ADDED + 1):
-        with EventWriter(run.events) as log:
-            for event in a_round(started, index, random):
-                log(event)
+        add(run, a_round(started, index, random))
         begun = time.thread_time()
         generate_latest(registry)
         later += time.thread_time() - begun

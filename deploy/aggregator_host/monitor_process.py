@@ -126,8 +126,8 @@ def _of_runs(
 ) -> Iterator["Alert"]:
     """Alerts of runs that go on, or have ended not long ago."""
     from deploy.aggregator_host import admission, owners, run_queue  # noqa: PLC0415
+    from monitoring.runs.run_numbers import RunNumbers  # noqa: PLC0415
     from monitoring.web import alerts  # noqa: PLC0415
-    from monitoring.web.run_metrics import RunNumbers  # noqa: PLC0415
 
     known, gone = collector.look(), admission.revoked(config)
     runs = run_queue.handed_over(config.runs).runs

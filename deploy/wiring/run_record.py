@@ -26,6 +26,7 @@ from federation.ids import RunId, SiteId
 from federation.job.disclosure import Exposure, conceal
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, RunState
+from monitoring.runs.numbers_reader import NumbersReader
 from monitoring.runs.run_folder import RunFolder, leave_report
 from monitoring.runs.run_reader import RunReader
 from monitoring.runs.run_result import RunResult, found_statistics, result_of
@@ -110,7 +111,9 @@ class RunRecord:
                 self._reader.look()
                 if self._reader.tail.damaged:
                     self.run.read_events()  # Says where.
-                self._records.insert(0, log)
+                numbers = NumbersReader(self.run.events)
+                numbers.look()
+                self._records = [log, numbers.take, *self._records]
             yield
 
     def emit(self, event: Event) -> None:

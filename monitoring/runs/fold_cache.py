@@ -1,4 +1,4 @@
-"""What a page has made of a long log, for the next page: a cache beside the log.
+"""What was made of a long log, for whoever reads it next: caches beside the log.
 
 Only the account that writes it reads it; whoever deletes it loses a little time. One of
 another release, or that is damaged, or whose log is another one, is left out.
@@ -7,10 +7,11 @@ another release, or that is damaged, or whose log is another one, is left out.
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from federation.durable_files import replace_file
 from federation.errors import StoreUnavailable
@@ -49,7 +50,6 @@ class CachedFold:
 def write(folder: Path, found: CachedFold) -> None:
     """Write the cache of a run; not at all if the folder cannot be written."""
     content = {
-        "release": _release(),
         "offset": found.offset,
         "mark": found.mark,
         "damaged": found.damaged,
@@ -58,30 +58,45 @@ def write(folder: Path, found: CachedFold) -> None:
         "events": [to_line(event) for event in found.events],
         "log": found.log,
     }
-    body = json.dumps(content).encode()
-    with contextlib.suppress(StoreUnavailable):
-        replace_file(folder / NAME, [_seal(body), body])
+    write_sealed(folder / NAME, content)
 
 
 def read(folder: Path) -> CachedFold | None:
     """Read the cache of a run; None without one that can be used."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        seal, body = (folder / NAME).read_bytes().splitlines(keepends=True)
-        if seal != _seal(body):
-            return None
-        content = json.loads(body)
-        if content["release"] != _release():
+    content = read_sealed(folder / NAME)
+    with contextlib.suppress(ValueError):
+        if content is None:
             return None
         events = (from_line(line) for line in content["events"])
         return CachedFold(
-            offset=int(content["offset"]),
-            mark=str(content["mark"]),
-            damaged=int(content["damaged"]),
-            damage=str(content["damage"]),
+            offset=content["offset"],
+            mark=content["mark"],
+            damaged=content["damaged"],
+            damage=content["damage"],
             state=decode(content["state"], FoldState, where=NAME),
             events=[event for event in events if event is not None],
-            log=[str(line) for line in content["log"]],
+            log=content["log"],
         )
+    return None
+
+
+def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a cache; not at all if the folder cannot be written."""
+    body = json.dumps({"release": _release(), **content}).encode()
+    with contextlib.suppress(StoreUnavailable):
+        replace_file(path, [_seal(body), body])
+
+
+def read_sealed(path: Path) -> Mapping[str, Any] | None:
+    """Read a cache; None without one that this release has written."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        seal, body = path.read_bytes().splitlines(keepends=True)
+        if seal != _seal(body):
+            return None
+        content: dict[str, Any] = json.loads(body)
+        if content["release"] != _release():
+            return None
+        return content
     return None
 
 

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from monitoring.privacy_words import NOISY, plus_minus
+from monitoring.runs.run_numbers import RunNumbers
 from monitoring.units import format_count, format_duration, format_number
 from monitoring.views.round_view import RUNNING
 from monitoring.views.run_view import COMPLETED
-from monitoring.web.run_metrics import RunNumbers
 
 STALL_FACTOR, MIN_STALL_SECONDS = 3.0, 60.0
 SILENT_ROUNDS = 3  # In a row, without an answer.

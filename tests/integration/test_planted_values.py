@@ -40,13 +40,14 @@ from federation.messages import FailureKind
 from monitoring.pages import model_card, report
 from monitoring.runs import run_folder, trackers
 from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_numbers import RunNumbers
 from monitoring.terminal import outcome
 from monitoring.terminal.live import picture
 from monitoring.terminal.progress import PlainProgress
 from monitoring.views.result_json import result
 from monitoring.web import alerts
 from monitoring.web.run_feed import RunFeed
-from monitoring.web.run_metrics import RunNumbers, RunsCollector
+from monitoring.web.run_metrics import RunsCollector
 from monitoring.web.traces import RoundTraces
 
 pytestmark = pytest.mark.slow

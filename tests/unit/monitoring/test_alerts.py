@@ -16,9 +16,10 @@ from federation.events import (
     SiteAnswered,
 )
 from federation.messages import FailureKind, MetricSums
+from monitoring.runs import run_numbers
+from monitoring.runs.run_numbers import RunNumbers
 from monitoring.web import alerts
 from monitoring.web.alerts import HostFacts
-from monitoring.web.run_metrics import RunNumbers
 
 SITES = ("a", "b", "c")
 DAY = 86_400.0
@@ -79,6 +80,16 @@ def test_site_that_misses_rounds_in_a_row(kind: FailureKind) -> None:
     is_failure = kind is FailureKind.DEADLINE
     assert seen == ({"r/silent/b"} if is_failure else set())
     assert _keys(run, events[-1].at) == set()  # It is back in the last round.
+
+
+def test_sites_that_share_their_numbers_miss_rounds_on_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of many sites, some are late in each round."""
+    monkeypatch.setattr(run_numbers, "MAX_SITES", 1)
+    late = [(index, site, FailureKind.DEADLINE) for index in (2, 3) for site in "bc"]
+    events = _going(rounds=4, failures=(*late, (4, "c", FailureKind.DEADLINE)))
+    assert _keys(_run(events), events[-1].at) == {"r/silent/c"}
 
 
 @pytest.mark.parametrize(("share", "key"), [(0.79, None), (0.81, "0.8"), (1.0, "1.0")])

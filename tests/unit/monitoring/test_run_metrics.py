@@ -10,10 +10,13 @@ from support import event_samples
 from support.event_samples import Script
 
 from federation.event_log import EventWriter
-from federation.events import Event
+from federation.events import Event, RoundFinished, RunFinished
 from federation.messages import FailureKind
+from monitoring.runs import fold_cache, numbers_reader, run_numbers
 from monitoring.runs.find import find_runs
+from monitoring.runs.numbers_reader import NumbersReader
 from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_numbers import RunNumbers
 from monitoring.views.run_fold import fold
 from monitoring.web import run_metrics
 from monitoring.web.run_metrics import RunsCollector
@@ -25,6 +28,16 @@ def _write(run: RunFolder, events: list[Event]) -> None:
     with EventWriter(run.events) as log:
         for event in events:
             log(event)
+
+
+def _take(run: RunFolder, events: list[Event]) -> None:
+    """Write events as a coordinator does."""
+    numbers = NumbersReader(run.events)
+    numbers.look()
+    with EventWriter(run.events) as log:
+        for event in events:
+            log(event)
+            numbers.take(event)
 
 
 def _further(labels: dict[str, str]) -> list[str]:
@@ -75,7 +88,7 @@ def test_further_sites_and_older_runs_cost_no_series(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten thousand sites do not fill the operator's database."""
-    monkeypatch.setattr(run_metrics, "MAX_SITES", 3)
+    monkeypatch.setattr(run_numbers, "MAX_SITES", 3)
     monkeypatch.setattr(run_metrics, "MAX_RUNS", 2)
     sites = tuple(f"site-{index}" for index in range(9))
     for name in ("a", "b", "c"):
@@ -91,3 +104,60 @@ def test_further_sites_and_older_runs_cost_no_series(
     assert len(answers) == 4
     assert answers["other"] == 2 * 6
     assert sum(answers.values()) == 2 * 9
+
+
+@pytest.mark.parametrize(
+    "events",
+    [event_samples.resumed(), event_samples.private()],
+    ids=["resumed", "private"],
+)
+def test_monitor_that_starts_reads_only_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]
+) -> None:
+    """Its counters are those of every event, also where a coordinator was killed."""
+    monkeypatch.setattr(numbers_reader, "ROUND_BYTES", 1)
+    run, plain = (
+        RunFolder(tmp_path / "job" / "run"),
+        RunFolder(tmp_path / "job2" / "run"),
+    )
+    stays = RunsCollector(lambda: [plain])
+    for at in range(0, len(events), 7):
+        _take(run, events[at : at + 7])
+        _write(plain, events[at : at + 7])
+        assert _scrape(RunsCollector(lambda: [run])) == _scrape(stays)
+        assert NumbersReader(run.events).look() == NumbersReader(plain.events).look()
+    ended = next(e for e in events[::-1] if isinstance(e, RoundFinished | RunFinished))
+    rest = len(events) - 1 - events.index(ended)
+    place = NumbersReader(run.events)._tail.place[0]
+    assert run.events.read_bytes().count(b"\n", place) == rest
+    assert not (plain.path / numbers_reader.NAME).exists()
+
+
+def test_numbers_of_another_log_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor those that are damaged, of another release, or of a log begun anew."""
+    monkeypatch.setattr(numbers_reader, "ROUND_BYTES", 1)
+    run, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "other")
+    _take(run, event_samples.run(Script(rounds=5, seed=1)))
+    _take(other, event_samples.run(Script(rounds=6, seed=2)))
+    cached = run.path / numbers_reader.NAME
+    own, foreign = cached.read_bytes(), (other.path / numbers_reader.NAME).read_bytes()
+    cached.unlink()
+    expected = NumbersReader(run.events).look()
+    damaged = own.replace(b'"rounds": 5', b'"rounds": 7')
+    assert damaged != own
+    body = damaged.partition(b"\n")[2]
+    older = body.replace(b'"release": "', b'"release": "0')
+    stale = fold_cache._seal(older) + older
+    for content in (own, foreign, own[:-20], damaged, stale, b"", b"{}\n{}"):
+        cached.write_bytes(content)
+        assert NumbersReader(run.events).look() == expected
+    cached.write_bytes(own)
+    run.events.unlink()
+    events = event_samples.run(Script(rounds=9, seed=3))[:20]
+    _write(run, events)
+    found, folded = NumbersReader(run.events).look(), RunNumbers()
+    for event in events:
+        folded.add(event)
+    assert found == folded
