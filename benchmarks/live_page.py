@@ -5,7 +5,8 @@
 Writes the events of a run as a coordinator does, each site with numbers of its own in
 every round; with `--rounds 10000` that is 10 GB. Then it measures, each in a process of
 its own: the page from what the run has left, a refresh of it while rounds are added,
-a scrape of its metrics, the report, and the page from the events alone.
+a scrape of its metrics, the report, the page from the events alone, and what traces,
+metrics and measuring the machine take of a round of 60 s.
 
 JSON lines on stdout, the machine first; a table on stderr.
 """
@@ -15,10 +16,14 @@ import json
 import resource
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, contextmanager
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -26,6 +31,9 @@ from random import Random
 import machine
 from prometheus_client import CollectorRegistry, generate_latest
 
+from deploy.aggregator_host.monitor_process import LOOK_SECONDS
+from deploy.site_host.machine_use import Machine, UseLog
+from federation.clock import VirtualClock
 from federation.event_log import EventWriter
 from federation.events import (
     CheckpointSaved,
@@ -43,10 +51,13 @@ from monitoring.runs.run_folder import RunFolder, leave_report
 from monitoring.runs.run_reader import RunReader
 from monitoring.web.run_feed import RunFeed
 from monitoring.web.run_metrics import RunsCollector
+from monitoring.web.traces import TraceSender
 
 ROUND_SECONDS = 60.0
 BEGAN = 1_790_000_000.0
 ADDED = 5  # Rounds, while the page is open.
+SCRAPE_SECONDS = 15  # Of Prometheus.
+SHARES = ("coordinator", "traces", "metrics", "machine_use")  # Of a round's time.
 
 
 def begin(num_sites: int, rounds: int) -> RunStarted:
@@ -151,14 +162,17 @@ def write(folder: Path, num_sites: int, rounds: int) -> dict[str, float]:
     return {"bytes": run.events.stat().st_size, "take_cpu_per_round": taking / rounds}
 
 
-def add(run: RunFolder, events: Iterable[Event]) -> None:
-    """Go on with a run as another coordinator does."""
-    numbers = NumbersReader(run.events)
+def add(run: RunFolder, events: Iterable[Event]) -> float:
+    """Go on with a run as another coordinator does; CPU seconds of its metrics."""
+    numbers, taking = NumbersReader(run.events), 0.0
     numbers.look()
     with EventWriter(run.events) as log:
         for event in events:
             log(event)
+            began = time.thread_time()
             numbers.take(event)
+            taking += time.thread_time() - began
+    return taking
 
 
 def show(folder: Path) -> dict[str, float]:
@@ -210,6 +224,65 @@ def scrape(folder: Path, num_sites: int, rounds: int) -> dict[str, float]:
     return {"first": first, "after_a_round": later / ADDED, "without_news": still}
 
 
+def observe(folder: Path, num_sites: int, rounds: int) -> dict[str, float]:
+    """Trace rounds and answer Prometheus each 15 s; measure the machine each second.
+
+    Returns:
+        CPU time as a share of a round: of the coordinator, twice of the monitor's
+        process, without the collector that the traces go to, and of a site.
+    """
+    run, random = RunFolder(folder), Random(10)  # noqa: S311
+    started, times = begin(num_sites, rounds), dict.fromkeys(SHARES, 0.0)
+    registry = CollectorRegistry()
+    registry.register(RunsCollector(lambda: [run]))
+    clock = VirtualClock(BEGAN)
+    use = UseLog(
+        folder=folder, clock=clock, is_at_work=lambda: True, read=Machine().read
+    )
+    first = rounds + 2 * ADDED + 1
+    since = BEGAN + ROUND_SECONDS * first
+    with collecting() as url, closing(TraceSender(url, since=since)) as sender:
+        sender.look([run])
+        generate_latest(registry)
+        for index in range(first, first + ADDED):
+            times[SHARES[0]] += add(run, a_round(started, index, random))
+            for second in range(int(ROUND_SECONDS)):
+                clock.sleep(1.0)
+                marks = [time.thread_time()]
+                if second % LOOK_SECONDS == 0:
+                    sender.look([run])
+                marks.append(time.thread_time())
+                if second % SCRAPE_SECONDS == 0:
+                    generate_latest(registry)
+                marks.append(time.thread_time())
+                use.look()
+                marks.append(time.thread_time())
+                for name, (a, b) in zip(SHARES[1:], pairwise(marks), strict=True):
+                    times[name] += b - a
+    return {name: spent / ROUND_SECONDS / ADDED for name, spent in times.items()}
+
+
+@contextmanager
+def collecting() -> Iterator[str]:
+    """Take traces, and forget them."""
+
+    class Take(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Take) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces"
+        server.shutdown()
+        thread.join()
+
+
 def report(folder: Path) -> dict[str, float]:
     leave_report(RunFolder(folder))
     return {}
@@ -244,6 +317,7 @@ def main() -> None:
             ("report", partial(report, folder)),
             ("refresh", partial(refresh, folder, asked.sites, asked.rounds)),
             ("scrape", partial(scrape, folder, asked.sites, asked.rounds)),
+            ("observe", partial(observe, folder, asked.sites, asked.rounds)),
             ("open without what the run left", partial(show, folder)),
         ]
         for name, work in parts:

@@ -13,7 +13,6 @@ from deploy.site_host.config import SiteConfig
 from deploy.web_server import serving
 from federation.errors import FederationError
 from federation.protocols import Clock
-from monitoring.web.app import site_app
 from privacy.secret_files import read_private, write_new
 
 FILE = "page.token"
@@ -34,6 +33,8 @@ def served(
     """
     with contextlib.ExitStack() as stack:
         if config.file.monitor.port:
+            from monitoring.web.app import site_app  # noqa: PLC0415 -- imports much
+
             try:
                 token = _token(config)
                 page = serving(

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cloud_adapters.extras import naming_extras
 from federation.errors import StoreUnavailable, os_errors
+from federation.event_log import no_collection
 from federation.events import (
     Event,
     RoundFinished,
@@ -80,34 +81,39 @@ def _spans(
     ended: RoundFinished,
 ) -> "Iterator[ReadableSpan]":
     # Sent twice it is the same trace.
-    name = f"{run.run_id}/{begun.round_index}/{begun.at!r}"
-    trace = _Trace(run=run, name=name, begun=begun.at)
-    whole: dict[str, str | int] = {
-        "crossfed.round": begun.round_index,
-        "crossfed.status": ended.status,
-        "crossfed.asked": len(ended.asked),
-        "crossfed.answered": len(ended.answered),
-        "crossfed.bytes_down": ended.bytes_down,
-        "crossfed.bytes_up": ended.bytes_up,
-    }
+    trace = _Trace(run, f"{run.run_id}/{begun.round_index}/{begun.at!r}", begun.at)
     seconds = max(0.0, ended.at - begun.at)
     fault = "" if ended.status == "completed" else f"the round is {ended.status}"
-    yield trace.span("", "round", (0.0, seconds), whole, fault=fault)
-    yield from trace.phases("", "aggregator", ended.phases, (0.0, seconds))
+    whole = trace.span(
+        "",
+        "round",
+        (0.0, seconds),
+        {
+            "crossfed.round": begun.round_index,
+            "crossfed.status": ended.status,
+            "crossfed.asked": len(ended.asked),
+            "crossfed.answered": len(ended.answered),
+            "crossfed.bytes_down": ended.bytes_down,
+            "crossfed.bytes_up": ended.bytes_up,
+        },
+        fault=fault,
+    )
+    yield whole
+    yield from trace.phases(whole, "", "aggregator", ended.phases, (0.0, seconds))
     for place, report in enumerate(reports):
-        span = f"site {place}"
+        key, times = f"site {place}", (report.asked_seconds, report.answered_seconds)
         about: dict[str, str | int] = {
             "crossfed.site": report.site,
             "crossfed.bytes_down": report.bytes_down,
             "crossfed.bytes_up": report.bytes_up,
         }
-        times = (report.asked_seconds, report.answered_seconds)
         if isinstance(report, SiteFailed):
             fault = f"{report.kind.value}: {report.message}"
-            yield trace.span(span, "site", times, about, fault=fault)
+            yield trace.span(key, "site", times, about, parent=whole, fault=fault)
         else:
-            yield trace.span(span, "site", times, about)
-            yield from trace.phases(span, "site", report.phases, times)
+            site = trace.span(key, "site", times, about, parent=whole)
+            yield site
+            yield from trace.phases(site, key, "site", report.phases, times)
 
 
 @cache
@@ -117,17 +123,27 @@ def _resource() -> "Resource":
     return Resource.create({"service.name": "crossfed"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Trace:
-    """One round; ``name`` is unlike that of any other."""
+    """Makes the spans of one round.
 
-    run: RunStarted
-    name: str
-    begun: float
+    OpenTelemetry is an extra: it is imported once a round, not once a span.
+    """
+
+    def __init__(self, run: RunStarted, name: str, begun: float) -> None:
+        """Take the run, a name that no other round has, and when the round began."""
+        from opentelemetry import trace as api  # noqa: PLC0415
+        from opentelemetry.sdk import trace as sdk  # noqa: PLC0415
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
+
+        self._sdk, self._api, self._name, self._begun = sdk, api, name, begun
+        self._id = _number(name, _TRACE_BYTES)
+        self._scope = InstrumentationScope("crossfed")
+        self._run = {"crossfed.run": run.run_id, "crossfed.job": run.job_name}
 
     def phases(
         self,
-        parent: str,
+        parent: "ReadableSpan",
+        key: str,
         whose: str,
         found: Sequence[Phase],
         within: tuple[float, float],
@@ -137,8 +153,7 @@ class _Trace:
             start = min(within[0] + max(0.0, phase.start_seconds), within[1])
             end = min(start + max(0.0, phase.seconds), within[1])
             name = f"{whose}: {phase.name}"
-            key = f"{parent}/{index}"
-            yield self.span(key, name, (start, end), {}, parent=parent)
+            yield self.span(f"{key}/{index}", name, (start, end), {}, parent=parent)
 
     def span(
         self,
@@ -147,38 +162,27 @@ class _Trace:
         seconds: tuple[float, float],
         attributes: Mapping[str, str | int],
         *,
-        parent: str | None = None,
+        parent: "ReadableSpan | None" = None,
         fault: str = "",
     ) -> "ReadableSpan":
-        """Make a span, from seconds after the round began; the round has no key."""
-        from opentelemetry.sdk.trace import ReadableSpan  # noqa: PLC0415 -- an extra
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
-        from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415 -- as above
-
-        above = parent if parent is not None else "" if key else None
-        start, end = (self.begun + max(0.0, each) for each in seconds)
-        run = {"crossfed.run": self.run.run_id, "crossfed.job": self.run.job_name}
-        return ReadableSpan(
+        """Make a span, from seconds after the round began."""
+        api = self._api
+        start, end = (self._begun + max(0.0, each) for each in seconds)
+        return self._sdk.ReadableSpan(
             name=name,
-            context=self._context(key),
-            parent=None if above is None else self._context(above),
+            context=api.SpanContext(
+                trace_id=self._id,
+                span_id=_number(f"{self._name}#{key}", _SPAN_BYTES),
+                is_remote=False,
+                trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED),
+            ),
+            parent=None if parent is None else parent.context,
             resource=_resource(),
-            attributes={**run, **attributes},
-            status=Status(StatusCode.ERROR, fault) if fault else Status(),
+            attributes={**self._run, **attributes},
+            status=api.Status(api.StatusCode.ERROR, fault) if fault else api.Status(),
             start_time=int(start * _NANO),
             end_time=int(max(start, end) * _NANO),
-            instrumentation_scope=InstrumentationScope("crossfed"),
-        )
-
-    def _context(self, key: str) -> Any:
-        from opentelemetry.trace import SpanContext, TraceFlags  # noqa: PLC0415 -- an extra
-
-        span = f"{self.name}#{key}"
-        return SpanContext(
-            trace_id=_number(self.name, _TRACE_BYTES),
-            span_id=_number(span, _SPAN_BYTES),
-            is_remote=False,
-            trace_flags=TraceFlags(TraceFlags.SAMPLED),
+            instrumentation_scope=self._scope,
         )
 
 
@@ -226,8 +230,9 @@ class TraceSender:
             if tail.is_anew:
                 traces = RoundTraces(since=self._since)
                 self._runs[path] = tail, traces
-            for event in events:
-                self._pending += traces.add(event)
+            with no_collection():
+                for event in events:
+                    self._pending += traces.add(event)
         self._send()
         return all(traces.is_over for _, traces in self._runs.values())
 

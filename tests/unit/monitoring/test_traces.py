@@ -166,11 +166,20 @@ def test_a_collector_that_is_down_gets_all_of_it_later(
             assert late.sent == 0
 
 
-def test_opentelemetry_is_imported_only_to_send():
-    """Not by what serves pages and metrics, nor by a run."""
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "deploy.aggregator_host.coordinator_process, deploy.aggregator_host.service",
+        "deploy.site_host.service",
+        "deploy.aggregator_host.monitor_process, monitoring.web.traces",
+    ],
+)
+def test_what_observes_is_imported_only_where_it_is_on(modules: str):
+    """Nothing of it costs a run, or a site without a page."""
     program = (
-        "import sys, monitoring.web.traces, deploy.aggregator_host.monitor_process\n"
-        "assert not [m for m in sys.modules if m.startswith('opentelemetry')]\n"
+        f"import sys, {modules}\n"
+        "found = {name.partition('.')[0] for name in sys.modules}\n"
+        "assert not found & {'opentelemetry', 'prometheus_client'}, found\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, check=False, capture_output=True
