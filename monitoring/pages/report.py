@@ -8,6 +8,7 @@ escaped by the template. Nothing here reads a log or decides what a number means
 import contextlib
 import functools
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from monitoring.views.run_view import VIRTUAL, RunView
 from monitoring.views.site_view import SiteView
 from monitoring.views.statistics_view import RunStatistics
 
+_PLACED = re.compile(r'cloud = "(?!local"|unknown")')
 MAX_SITE_ROWS = 100
 MAX_NOTICE_ROWS = 100
 
@@ -187,6 +189,8 @@ def render_sections(
 
 def _places(job_toml: str) -> Mapping[str, tuple[str, str]]:
     """Cloud and region of the sites that a job places in one."""
+    if not _PLACED.search(job_toml):
+        return {}  # Parsing 10,000 sites takes half a second.
     with contextlib.suppress(tomllib.TOMLDecodeError):
         sites = tomllib.loads(job_toml).get("sites", ())
         found = {s["name"]: (s.get("cloud", ""), s.get("region", "")) for s in sites}

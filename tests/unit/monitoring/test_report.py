@@ -12,6 +12,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import pytest
+import tomli_w
 from support import event_samples
 from support.event_samples import Script, run
 from support.stored_runs import stored
@@ -506,6 +507,16 @@ def test_many_sites_and_labels_are_cut_and_counted():
     labels = tuple(f"class-{number}" for number in range(100))
     view = fold(run(Script(rounds=1, labels=labels)))
     assert ">other<" in draw_all(view, {"data"})["data"]
+
+
+@pytest.mark.parametrize(("cloud", "shown"), [("aws", "us-east-1"), ("local", "-")])
+def test_places_of_sites_are_those_of_the_job(cloud: str, shown: str):
+    """Where nothing else says them, as in a deployed run."""
+    site = {"name": "aws-us-east-1", "cloud": cloud, "region": "us-east-1"}
+    job = tomli_w.dumps({"sites": [site]})
+    page = render(fold(RUNS["only started"]), job, VERSIONS, figures=())
+    assert page.count(f"<td>{shown}</td>") >= 1
+    assert ("<td>us-east-1</td>" in page) == (cloud == "aws")
 
 
 def test_unfinished_run_says_so():
