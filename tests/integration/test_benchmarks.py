@@ -66,12 +66,20 @@ SHORT = {
     "streaming": "--examples 300 --step-seconds 0 --setup-seconds 0 --repeats 1",
     "tune_samplers": "--smoke",
     "turns": "--pairs 1 --cases encrypted-read-small",
+    "unequal_sites": "--smoke --only groups",
     "virtual_accuracy": "--smoke --only capacity --rounds 2",
 }
 # `make lint` checks the types of all of them; these two also run in `make test`.
 NORMAL = {"overhead", "precision"}
-NGINX = {"adapter_privacy", "agents_memory", "evaluate"}
-FLOWER = {"agents_memory", "combine", "deployed", "evaluate", "secure_aggregation"}
+NGINX = {"adapter_privacy", "agents_memory", "evaluate", "unequal_sites"}
+FLOWER = {
+    "agents_memory",
+    "combine",
+    "deployed",
+    "evaluate",
+    "secure_aggregation",
+    "unequal_sites",
+}
 # Its cases are tried below.
 ELSEWHERE = {"turn_cases"}
 LONG_CASES = {
