@@ -1,6 +1,6 @@
 """What the engine costs: a round's time less what the sites spend on training.
 
-    python benchmarks/overhead.py [--job jobs/text-gpt.toml] [--rounds 2]
+    python benchmarks/overhead.py [--job jobs/text-gpt.toml] [--rounds 2] [--set K=V]
 
 Sites work one after another, so that their times add up to the round's but for the
 engine: asking, checking answers, combining, the server's step, the checkpoint on
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import machine
@@ -26,7 +27,9 @@ from federation.events import CheckpointSaved, Event, RoundFinished, SiteAnswere
 from federation.job import job_file
 
 
-def rounds(job_path: Path, num_rounds: int) -> list[dict[str, float]]:
+def rounds(
+    job_path: Path, num_rounds: int, settings: Sequence[str]
+) -> list[dict[str, float]]:
     """Split each round's time into the sites' and the engine's."""
     found: list[dict[str, float]] = []
     at_sites = 0.0
@@ -48,7 +51,8 @@ def rounds(job_path: Path, num_rounds: int) -> list[dict[str, float]]:
             row["engine_share"] = row["engine_seconds"] / row["seconds"]
             at_sites = 0.0
 
-    job = job_file.load(job_path, [f"rounds={num_rounds}", "simulation.workers=1"])
+    alone = (f"rounds={num_rounds}", "simulation.workers=1")
+    job = job_file.load(job_path, [*alone, *settings])
     with tempfile.TemporaryDirectory() as folder:
         simulate(job, folder=Path(folder) / "run", listeners=[listen])
     return found
@@ -78,8 +82,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", type=Path, default=Path("jobs/text-gpt.toml"))
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
-    settings = {"job": str(args.job), "rounds": args.rounds}
+    settings = {"job": str(args.job), "rounds": args.rounds, "set": args.set}
     print(json.dumps(machine.facts("overhead", **settings)), flush=True)
     start = start_seconds(Path("jobs/quickstart.toml"))
     print(json.dumps({"start": start}))
@@ -88,7 +93,7 @@ def main() -> None:
         f"takes {start['torch_import']:.2f} s",
         file=sys.stderr,
     )
-    for row in rounds(args.job, args.rounds):
+    for row in rounds(args.job, args.rounds, args.set):
         print(json.dumps(row))
         print(
             f"round {row['round']:.0f}: {row['seconds']:.2f} s, engine "
