@@ -124,6 +124,10 @@ class StartSpec:
         max_spot_dollars_per_hour: Highest price of each spot machine at which machines
             are started: on AWS that of its most expensive zone now, on Google Cloud
             that of the price table. Default: any price.
+        max_grams_per_kwh: Highest carbon intensity of the electricity in each region of
+            a cloud's machine, in grams of CO2-equivalent per kWh. Default: any.
+        carbon: Table of carbon intensity, relative to this file; yours, since none is
+            in the release. It is read again every 30 seconds while `crossfed up` waits.
         at_latest_hours: After this many hours of waiting, only the window counts. They
             are counted from the first `crossfed up` that waits until machines start or
             `crossfed down` runs. Default: wait as long as it takes.
@@ -134,6 +138,8 @@ class StartSpec:
 
     window: str = ""
     max_spot_dollars_per_hour: float | None = key(default=None, above=0.0)
+    max_grams_per_kwh: float | None = key(default=None, above=0.0)
+    carbon: str = ""
     at_latest_hours: float | None = key(default=None, above=0.0)
     machine_minutes: float = key(default=15.0, above=0.0, high=600.0)
 
@@ -150,6 +156,7 @@ def check_start(start: StartSpec, sites: Sequence[SiteMachine]) -> None:
     """
     parse_window(start.window, key="start.window")
     has_price = start.max_spot_dollars_per_hour is not None
+    has_grams = start.max_grams_per_kwh is not None
     for name, is_wrong, why in (
         (
             "max_spot_dollars_per_hour",
@@ -157,8 +164,19 @@ def check_start(start: StartSpec, sites: Sequence[SiteMachine]) -> None:
             "is for spot machines of clouds, and no site has one",
         ),
         (
+            "max_grams_per_kwh",
+            has_grams and not any(site.is_of_cloud for site in sites),
+            "is for machines of clouds, and no site has one",
+        ),
+        ("carbon", has_grams and not start.carbon, "is missing: name your table"),
+        (
+            "carbon",
+            bool(start.carbon) and not has_grams,
+            "has no effect without max_grams_per_kwh",
+        ),
+        (
             "at_latest_hours",
-            start.at_latest_hours is not None and not has_price,
+            start.at_latest_hours is not None and not (has_price or has_grams),
             "has no effect without a ceiling: the window always counts",
         ),
     ):

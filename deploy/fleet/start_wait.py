@@ -16,10 +16,10 @@ from pathlib import Path
 from cloud_adapters.compute.machine_types import SpotMarket
 from cloud_adapters.compute.pool import ComputePool
 from cloud_adapters.storage.disk.part_file import file_errors
-from deploy.fleet import prices as price_table, spec
+from deploy.fleet import carbon, prices as price_table, spec
 from deploy.fleet.machine_spec import SiteMachine
 from deploy.fleet.reconcile import DEPLOYMENT, ROLE, SITE_PREFIX
-from deploy.fleet.spec import DeploymentPlan, StartSpec, Tell
+from deploy.fleet.spec import DeploymentPlan, Tell
 from federation import durable_files
 from federation.errors import ComputeError, JobError
 from federation.protocols import Clock
@@ -124,13 +124,15 @@ def await_start(
         tell: Called with a word when other conditions hold the start back.
 
     Raises:
-        JobError: At the first look, a price is not in the table.
+        JobError: At the first look, a price is not in the table, or the table of carbon
+            intensity cannot be read or has no row of a region.
         ComputeError: A cloud refuses to tell its prices at the first look. Later
             failures hold the start back.
         CorruptObject: The record of an earlier command that waited is damaged.
     """
     start = plan.file.start
-    if not start.window and start.max_spot_dollars_per_hour is None:
+    ceilings = (start.max_spot_dollars_per_hour, start.max_grams_per_kwh)
+    if not start.window and ceilings == (None, None):
         return
     if _has_started(plan, pools_of):
         return
@@ -139,7 +141,9 @@ def await_start(
     if start.at_latest_hours is not None:
         since = first_asked(plan, since, tell)
     told: list[str] = []
-    while held := list(_held_back(start, since, clock.now(), prices)):
+    if start.carbon:
+        _check_regions(plan)
+    while held := list(_held_back(plan, since, clock.now(), prices)):
         keys = [name for name, _ in held]
         if keys != told:  # The same condition is not news although its value changes.
             reasons = "; ".join(f"{name}: {reason}" for name, reason in held)
@@ -149,28 +153,63 @@ def await_start(
 
 
 def _held_back(
-    start: StartSpec, since: float, now: float, prices: "_SpotPrices"
+    plan: DeploymentPlan, since: float, now: float, prices: "_SpotPrices"
 ) -> Iterator[tuple[str, str]]:
     """Yield each key whose condition does not hold now, with the reason.
 
-    A price that is not known holds a start back: no machine is started on a guess.
+    A value that is not known holds a start back: no machine is started on a guess.
     """
+    start = plan.file.start
     window = spec.parse_window(start.window, key="start.window")
     if window is not None and (opens := window.opens(now)) > now:
         yield "start.window", f"it opens at {window.text(opens)}"
-    ceiling, latest = start.max_spot_dollars_per_hour, start.at_latest_hours
-    if ceiling is None or (latest is not None and now - since >= latest * _HOUR):
+    latest = start.at_latest_hours
+    if latest is not None and now - since >= latest * _HOUR:
         return
+    if (ceiling := start.max_spot_dollars_per_hour) is not None:
+        above = _above(prices.read(), ceiling, "${:.4g}/h")
+        yield from (("start.max_spot_dollars_per_hour", each) for each in above)
+    if (ceiling := start.max_grams_per_kwh) is not None:
+        above = _above(_intensities(plan, now), ceiling, "{:.4g} g/kWh")
+        yield from (("start.max_grams_per_kwh", each) for each in above)
+
+
+def _above(found: Mapping[str, float | str], ceiling: float, form: str) -> list[str]:
+    """The values above a ceiling, in one sentence, if there are any."""
     above = [
-        f"{what}: {price}" if isinstance(price, str) else f"{what}: ${price:.4g}/h"
-        for what, price in prices.read().items()
-        if isinstance(price, str) or price > ceiling
+        f"{what}: {value if isinstance(value, str) else form.format(value)}"
+        for what, value in found.items()
+        if isinstance(value, str) or value > ceiling
     ]
-    if above:
-        yield (
-            "start.max_spot_dollars_per_hour",
-            f"{', '.join(above)}; at most ${ceiling:.4g}/h",
+    return [f"{', '.join(above)}; at most {form.format(ceiling)}"] if above else []
+
+
+def _regions(plan: DeploymentPlan) -> list[str]:
+    return sorted({s.machine.region for s in plan.file.sites if s.is_of_cloud})
+
+
+def _table(plan: DeploymentPlan) -> carbon.CarbonTable:
+    return carbon.load(plan.path.resolve().parent / plan.file.start.carbon)
+
+
+def _check_regions(plan: DeploymentPlan) -> None:
+    known = {row.region for row in _table(plan).intensity}
+    if unknown := [region for region in _regions(plan) if region not in known]:
+        raise JobError(
+            f"{plan.file.start.carbon} has no row of {', '.join(unknown)}",
+            key="start.carbon",
         )
+
+
+def _intensities(plan: DeploymentPlan, now: float) -> Mapping[str, float | str]:
+    """Grams of CO2-equivalent per kWh by region, or why they are not known."""
+    try:
+        table = _table(plan)
+    except JobError as error:  # It may be rewritten just now.
+        return {plan.file.start.carbon: f"unknown: {error}"}
+    found = {region: table.at(region, now) for region in _regions(plan)}
+    unknown = "unknown: no row of the table is for now"
+    return {r: unknown if grams is None else grams for r, grams in found.items()}
 
 
 def _has_started(plan: DeploymentPlan, pools_of: PoolsOf) -> bool:

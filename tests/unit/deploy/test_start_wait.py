@@ -1,4 +1,4 @@
-"""Machines are started when hours and spot prices allow it."""
+"""Machines are started when hours, spot prices and carbon intensity allow it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -174,6 +174,9 @@ def test_all_conditions_must_hold_at_once(tmp_path: Path):
         ("max_spot_dollars_per_hour = 1", "on-demand", "max_spot_dollars_per_hour"),
         ("at_latest_hours = 1", "spot", "at_latest_hours: has no effect"),
         ("max_spot_dollars_per_hour = 0", "spot", "max_spot_dollars_per_hour"),
+        ("max_grams_per_kwh = 200", "spot", "carbon: is missing"),
+        ('carbon = "carbon.toml"', "spot", "carbon: has no effect"),
+        ("max_grams_per_kwh = 0", "spot", "max_grams_per_kwh"),
     ],
 )
 def test_conditions_that_could_hold_back_nothing_are_refused(
@@ -181,6 +184,74 @@ def test_conditions_that_could_hold_back_nothing_are_refused(
 ):
     with pytest.raises(JobError, match=f"start.{key}"):
         written(tmp_path, start, market)
+
+
+CARBON = """
+source = "a forecast"
+[[intensity]]
+region = "us-east-1"
+grams_per_kwh = {now}
+[[intensity]]
+region = "us-east-1"
+grams_per_kwh = 100
+begins = "2026-11-26T16:00:00+01:00"
+ends = "2026-11-26T17:00:00+00:00"
+"""
+
+
+def test_a_clean_hour_is_waited_for(tmp_path: Path):
+    """From 15:00 to 17:00 UTC in this table, unless a new one says otherwise."""
+    plan = written(tmp_path, 'max_grams_per_kwh = 200, carbon = "carbon.toml"')
+    table = tmp_path / "carbon.toml"
+    table.write_text(CARBON.format(now=380))
+    waited = Waited(plan)
+    assert waited.hours == pytest.approx(3.0, abs=0.1)
+    assert (
+        "start.max_grams_per_kwh: us-east-1: 380 g/kWh; at most 200" in waited.told[0]
+    )
+    table.write_text(CARBON.format(now=200))
+    assert Waited(plan).hours == 0.0
+
+
+def test_unknown_carbon_intensity_holds_a_start_back_until_the_latest_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A gap in the table, and a table that is being rewritten."""
+    start = 'max_grams_per_kwh = 200, carbon = "carbon.toml", at_latest_hours = 6'
+    plan, table = written(tmp_path, start), tmp_path / "carbon.toml"
+    table.write_text(CARBON.format(now='380\nends = "2020-01-01T00:00:00Z"'))
+    waited = Waited(plan)
+    assert waited.hours == pytest.approx(3.0, abs=0.1)
+    assert "us-east-1: unknown" in waited.told[0]
+    start_wait.forget_wait(plan)
+    real = VirtualClock.sleep
+
+    def sleep(self: VirtualClock, seconds: float) -> None:
+        real(self, seconds)
+        table.write_text("")
+
+    monkeypatch.setattr(VirtualClock, "sleep", sleep)
+    assert Waited(plan).hours == pytest.approx(6.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "match"),
+    [
+        ("us-east-1", "us-west-2", "start.carbon.*no row of us-east-1"),
+        ("T17:00:00+00:00", "T17:00:00", r"carbon.toml: intensity\[1\].ends"),
+        ("T17:00:00+00:00", "T15:00:00+00:00", r"intensity\[1\].ends.*not after"),
+        ("380", "38000", "grams_per_kwh"),
+        ("source", "sources", "carbon.toml: sources"),
+    ],
+)
+def test_a_wrong_table_of_carbon_intensity_is_refused(
+    tmp_path: Path, before: str, after: str, match: str
+):
+    plan = written(tmp_path, 'max_grams_per_kwh = 200, carbon = "carbon.toml"')
+    text = CARBON.format(now=380).replace(before, after)
+    (tmp_path / "carbon.toml").write_text(text)
+    with pytest.raises(JobError, match=match):
+        Waited(plan)
 
 
 def test_a_wait_that_was_interrupted_goes_on(tmp_path: Path):
