@@ -45,7 +45,7 @@ from federation.events import (
     SiteAnswered,
 )
 from federation.messages import MetricSums, Phase, Resources
-from monitoring.runs import fold_cache
+from monitoring.runs import run_reader
 from monitoring.runs.numbers_reader import NumbersReader
 from monitoring.runs.run_folder import RunFolder, leave_report
 from monitoring.runs.run_reader import RunReader
@@ -310,7 +310,7 @@ def main() -> None:
     print(json.dumps(machine.facts("live_page", **size)))
     with tempfile.TemporaryDirectory(dir=asked.folder) as place:
         folder = Path(place)
-        cache = folder / fold_cache.NAME
+        cache = folder / run_reader.NAME
         parts: list[tuple[str, Callable[[], dict[str, float]]]] = [
             ("write", partial(write, folder, asked.sites, asked.rounds)),
             ("open", partial(show, folder)),

@@ -180,50 +180,37 @@ class Machine:
             OSError: A file of ``/proc`` cannot be read.
             ValueError: One has another form.
         """
-        proc = self._root / "proc"
-        ticks = [
-            int(part)
-            for part in (proc / "stat").read_text().split("\n")[0].split()[1:8]
-        ]
-        busy = sum(ticks) - ticks[3] - ticks[4]  # Without idle, iowait and stolen.
-        memory = dict(
-            line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines()
-        )
-        used = int(memory["MemTotal"].split()[0]) - int(
-            memory["MemAvailable"].split()[0]
-        )
-        links = [
-            line.split(":", 1)
-            for line in (proc / "net/dev").read_text().splitlines()[2:]
-        ]
-        network = sum(
-            int(counts.split()[0]) + int(counts.split()[8])
-            for name, counts in links
-            if name.strip() != "lo"
-        )
-        rows = [line.split() for line in (proc / "diskstats").read_text().splitlines()]
+        ticks = [int(part) for part in self._rows("stat")[0][1:8]]
+        memory = {row[0]: int(row[1]) for row in self._rows("meminfo")}
+        links = [row for row in self._rows("net/dev")[2:] if row[0] != "lo"]
         # Whole disks alone: a partition's count is in that of its disk.
         disks = {path.name for path in (self._root / "sys/block").glob("*")}
-        disk = sum(
+        sectors = sum(
             int(row[5]) + int(row[9])
-            for row in rows
+            for row in self._rows("diskstats")
             if row[2] in disks and not row[2].startswith(("loop", "dm-", "md", "ram"))
         )
         share, gpu_memory, gpu_joules = (
             self._gpus.read() if self._gpus else (None, None, None)
         )
+        busy = sum(ticks) - ticks[3] - ticks[4]  # Without idle, iowait and stolen.
         return Counters(
             cpu_seconds=busy / os.sysconf("SC_CLK_TCK"),
             cpus=self._cpus,
-            memory_bytes=used * _KIB,
-            network_bytes=network,
-            disk_bytes=disk * _SECTOR,
+            memory_bytes=_KIB * (memory["MemTotal"] - memory["MemAvailable"]),
+            network_bytes=sum(int(row[1]) + int(row[9]) for row in links),
+            disk_bytes=_SECTOR * sectors,
             gpu_share=share,
             gpu_memory_bytes=gpu_memory,
             cpu_joules=tuple(map(_package, self._packages)),
             gpu_joules=gpu_joules,
             has_gpu=self._has_gpu,
         )
+
+    def _rows(self, name: str) -> list[list[str]]:
+        """The words of each line of a file of ``/proc``."""
+        text = (self._root / "proc" / name).read_text()
+        return [line.replace(":", " ").split() for line in text.splitlines()]
 
 
 def _counts(path: Path) -> bool:

@@ -1,12 +1,10 @@
 """The page of an audit: one HTML file that opens anywhere, like a report."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from federation.epsilon_text import format_epsilon
@@ -28,30 +26,13 @@ from privacy.dp.auditing import Roc, Scores, largest_true_positives
 CANARIES_COLOUR, FINAL_COLOUR, LOCAL_COLOUR = SITE_COLOURS[0], *SITE_COLOURS[2:4]
 OUT_COLOUR, BOUND_COLOUR, GUESSING_COLOUR = SITE_COLOURS[4], "#c2372e", FAINT
 
+MAX_SITES_DRAWN = 8
 _BINS = 80
 _ROOM = 0.25  # Beside the heaps, of their width.
 _LEAST_RATE = 1e-4  # Where the logarithmic axes begin, unless records are few.
 
 
-def draw_site(name: str, site: SiteFindings) -> Mapping[str, str]:
-    """Draw both figures of a site: name to SVG text.
-
-    Args:
-        name: Name of the site, as identifiers in the page may hold it.
-        site: What was found.
-    """
-    return draw(
-        {f"scores-{name}": partial(_scores, site), f"roc-{name}": partial(_roc, site)}
-    )
-
-
-def scores_key() -> Mapping[str, str]:
-    """The colour key of the canaries' figure."""
-    return {"in the data": CANARIES_COLOUR, "not in the data": OUT_COLOUR}
-
-
-def roc_key(site: SiteFindings) -> Mapping[str, str]:
-    """The colour key of a site's ROC figure."""
+def _roc_key(site: SiteFindings) -> Mapping[str, str]:
     found = {
         "canaries": CANARIES_COLOUR,
         "training records, final model": FINAL_COLOUR,
@@ -121,7 +102,9 @@ def _roc(site: SiteFindings) -> Figure:
         axes.plot(rates, allowed, color=BOUND_COLOUR, lw=1.6, ls=(0, (5, 3)))
     for roc, colour, width in curves:
         axes.plot(*_steps(roc, least), color=colour, lw=width)
-    _scale(axes, least)
+    axes.set(xlim=(least, 1), ylim=(0.7 * least, 1.3))
+    log_scale(axes.xaxis, subs=(1,))
+    log_scale(axes.yaxis, subs=(1,))
     label_axes(axes, "false positive rate", "true positive rate")
     return figure
 
@@ -135,37 +118,6 @@ def _steps(roc: Roc, least: float) -> tuple[Scores, Scores]:
     across, up = np.append(least, across[first:]), np.append(at_edge, up[first:])
     shown = up >= least
     return across[shown], up[shown]
-
-
-def _scale(axes: Axes, least: float) -> None:
-    axes.set(xlim=(least, 1), ylim=(0.7 * least, 1.3))
-    log_scale(axes.xaxis, subs=(1,))
-    log_scale(axes.yaxis, subs=(1,))
-
-
-MAX_SITES_DRAWN = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rates:
-    """Membership inference in the cells of a table."""
-
-    model: str
-    members: int
-    others: int
-    auc: str
-    found: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AuditRow:
-    """A site's row, as texts."""
-
-    findings: SiteFindings
-    epsilon: str
-    delta: str
-    attacks: Sequence[_Rates]
-    panels: Sequence[Panel]
 
 
 def write_audit(findings: AuditFindings, path: Path) -> None:
@@ -183,86 +135,74 @@ def write_audit(findings: AuditFindings, path: Path) -> None:
 
 def render(findings: AuditFindings) -> str:
     """Return the page as text."""
-    return (
-        environment()
-        .get_template("audit.html.j2")
-        .render(
-            findings=findings,
-            rows=[
-                _row(number, site, is_summed=findings.noise_shares is not None)
-                for number, site in enumerate(findings.sites)
-            ],
-            terms=sorted(
-                {s.promise.terms for s in findings.sites if s.promise.is_private}
-            ),
-            rates=[f"{rate:.1%}" for rate in FALSE_POSITIVES],
-            max_sites_drawn=MAX_SITES_DRAWN,
-        )
+    private = (site.promise for site in findings.sites if site.promise.is_private)
+    rows = [
+        _row(number, site, is_summed=findings.noise_shares is not None)
+        for number, site in enumerate(findings.sites)
+    ]
+    page = environment().get_template("audit.html.j2")
+    return page.render(
+        findings=findings,
+        rows=rows,
+        terms=sorted({promise.terms for promise in private}),
+        rates=[f"{rate:.1%}" for rate in FALSE_POSITIVES],
+        max_sites_drawn=MAX_SITES_DRAWN,
     )
 
 
-def _row(number: int, site: SiteFindings, *, is_summed: bool) -> _AuditRow:
-    attacks = [_rates("final model", site.membership.final)]
+def _row(number: int, site: SiteFindings, *, is_summed: bool) -> Mapping[str, object]:
+    """A site's row, as texts."""
+    promise, attacks = site.promise, [_rates("final model", site.membership.final)]
     if site.membership.local is not None:
         attacks.append(_rates("site's own last model", site.membership.local))
-    return _AuditRow(
-        findings=site,
-        epsilon=(
-            format_epsilon(site.promise.epsilon) if site.promise.is_private else "none"
-        ),
-        delta=format_delta(site.promise.delta),
-        attacks=attacks,
-        panels=(
-            _panels(number, site, is_summed=is_summed)
-            if number < MAX_SITES_DRAWN
-            else ()
-        ),
-    )
+    is_drawn = number < MAX_SITES_DRAWN
+    return {
+        "findings": site,
+        "epsilon": format_epsilon(promise.epsilon) if promise.is_private else "none",
+        "delta": format_delta(promise.delta),
+        "attacks": attacks,
+        "panels": [*_panels(number, site, is_summed=is_summed)] if is_drawn else (),
+    }
 
 
-def _rates(model: str, roc: Roc) -> _Rates:
-    found = []
-    for rate in FALSE_POSITIVES:
-        value, low, high = roc.true_positives_at(rate)
-        found.append(f"{value:.1%} ({low:.1%} to {high:.1%})")
-    return _Rates(
-        model=model,
-        members=roc.num_in,
-        others=roc.num_out,
-        auc=f"{roc.auc:.3f} \u00b1 {roc.auc_error:.3f}",
-        found=found,
-    )
+def _rates(model: str, roc: Roc) -> Mapping[str, object]:
+    """Membership inference in the cells of a table."""
+    return {
+        "model": model,
+        "members": roc.num_in,
+        "others": roc.num_out,
+        "auc": f"{roc.auc:.3f} \u00b1 {roc.auc_error:.3f}",
+        "found": [
+            "{:.1%} ({:.1%} to {:.1%})".format(*roc.true_positives_at(rate))
+            for rate in FALSE_POSITIVES
+        ],
+    }
 
 
-def _panels(number: int, site: SiteFindings, *, is_summed: bool) -> Sequence[Panel]:
+def _panels(number: int, site: SiteFindings, *, is_summed: bool) -> Iterator[Panel]:
     what = "the opened sums" if is_summed else "the site's updates"
-    scores, curves = draw_site(str(number), site).items()
-    return (
-        Panel(
-            name=scores[0],
-            title="Canaries",
-            caption=(
-                f"How far {what} moved each canary's coordinate. The further apart the "
-                "two groups, the more is revealed about one record."
-            ),
-            svg=scores[1],
-            key=scores_key(),
-            has_pooled=False,
-        ),
-        Panel(
-            name=curves[0],
-            title="Attacks",
-            caption=(
-                "True positive rate against false positive rate, both logarithmic. "
-                "Points well above the dashed red line break the guarantee."
-                if site.promise.is_private
-                else (
-                    "True positive rate against false positive rate, both logarithmic. "
-                    "No guarantee limits these curves."
-                )
-            ),
-            svg=curves[1],
-            key=roc_key(site),
-            has_pooled=False,
-        ),
+    moved = (
+        f"How far {what} moved each canary's coordinate. The further apart the two "
+        "groups, the more is revealed about one record."
     )
+    limit = (
+        "Points well above the dashed red line break the guarantee."
+        if site.promise.is_private
+        else "No guarantee limits these curves."
+    )
+    rates = "True positive rate against false positive rate, both logarithmic."
+    canaries = {"in the data": CANARIES_COLOUR, "not in the data": OUT_COLOUR}
+    drawn = draw(
+        {
+            f"scores-{number}": partial(_scores, site),
+            f"roc-{number}": partial(_roc, site),
+        }
+    )
+    words = (
+        ("Canaries", moved, canaries),
+        ("Attacks", f"{rates} {limit}", _roc_key(site)),
+    )
+    for (name, svg), (title, caption, key) in zip(drawn.items(), words, strict=True):
+        yield Panel(
+            name=name, title=title, caption=caption, svg=svg, key=key, has_pooled=False
+        )

@@ -38,7 +38,6 @@ from monitoring.pages.figures import (
     stand_alone,
 )
 from monitoring.privacy_words import loss_noise
-from monitoring.views.run_view import RunView
 
 MAX_LEGEND, MAX_KEYS, MAX_ROWS = 8, 12, 40
 _MANY = 20.0  # From this ratio of the ends of an axis on, it is logarithmic.
@@ -75,19 +74,12 @@ def _cell(value: Any) -> Any:
     return f"'{value}" if is_text and value[0] in "=+-@\t" else value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sweep:
-    """The runs of a sweep that have begun, by name."""
+_Sweep = Mapping[str, ComparedRun]  # The runs that have begun, by name.
 
-    runs: Mapping[str, ComparedRun]
 
-    @property
-    def views(self) -> Mapping[str, RunView]:
-        return {name: run.view for name, run in self.runs.items()}
-
-    def loss(self, name: str) -> float | None:
-        """The last held-out loss; None without one."""
-        return utility(self.runs[name].view, in_percent=False)
+def _loss(run: ComparedRun) -> float | None:
+    """The last held-out loss; None without one."""
+    return utility(run.view, in_percent=False)
 
 
 def write_sweep(runs: Sequence[ComparedRun], folder: Path) -> Sequence[Path]:
@@ -105,7 +97,7 @@ def write_sweep(runs: Sequence[ComparedRun], folder: Path) -> Sequence[Path]:
             f"a sweep has at least two runs, and here is {len(runs)}: name the folder "
             "of a search, or one with a folder for each run"
         )
-    sweep = _Sweep(runs=dict(zip(names_of(runs), runs, strict=True)))
+    sweep = dict(zip(names_of(runs), runs, strict=True))
     with os_errors(StoreUnavailable, f"make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -122,13 +114,13 @@ def write_sweep(runs: Sequence[ComparedRun], folder: Path) -> Sequence[Path]:
 
 def _traffic(sweep: _Sweep) -> Table:
     rows = list[Sequence[Any]]()
-    for name, view in sweep.views.items():
+    for name, run in sweep.items():
         seconds, sent = 0.0, 0
-        for row in view.totals.rows:
+        for row in run.view.totals.rows:
             seconds += row.seconds or 0.0
             sent += row.bytes_up + row.bytes_down
             rows.append((name, row.index, seconds, sent))
-        whole = view.bytes_up + view.bytes_down
+        whole = run.view.bytes_up + run.view.bytes_down
         if whole > sent:  # Evaluations of their own, and what was sent before a resume.
             rows.append((name, "rest", seconds, whole))
     return Table(columns=("run", "round", "seconds", "bytes"), rows=rows)
@@ -159,7 +151,8 @@ def _draw_traffic(table: Table) -> Figure:
 def _use(sweep: _Sweep) -> Table:
     """How long each site worked; only of runs that may show a site's own times."""
     rows = list[Sequence[Any]]()
-    for name, view in sweep.views.items():
+    for name, run in sweep.items():
+        view = run.view
         if view.privacy is not None or view.started.secure_aggregation:
             continue
         whole = sum(row.seconds or 0.0 for row in view.totals.rows)
@@ -195,11 +188,11 @@ def _draw_use(table: Table) -> Figure:
 
 def _sites(sweep: _Sweep) -> Table:
     rows = []
-    for name, view in sweep.views.items():
-        took = [row.seconds for row in view.totals.rows if row.seconds is not None]
+    for name, run in sweep.items():
+        took = [row.seconds for row in run.view.totals.rows if row.seconds is not None]
         if took:
-            middle = statistics.median(took)
-            rows.append((name, len(view.started.sites), len(took), middle, sum(took)))
+            middle, sites = statistics.median(took), len(run.view.started.sites)
+            rows.append((name, sites, len(took), middle, sum(took)))
     several = len({row[1] for row in rows}) > 1
     heads = ("run", "sites", "rounds", "median seconds a round", "seconds of all")
     return Table(columns=heads, rows=rows if several else ())
@@ -207,8 +200,8 @@ def _sites(sweep: _Sweep) -> Table:
 
 def _cost(sweep: _Sweep) -> Table:
     rows = list[Sequence[Any]]()
-    for name, run in sweep.runs.items():
-        loss = sweep.loss(name)
+    for name, run in sweep.items():
+        loss = _loss(run)
         dollars = [row.actual for row in run.totals if row.unit == "dollars"]
         sent = run.view.bytes_up + run.view.bytes_down
         if loss is not None:
@@ -231,11 +224,11 @@ def _privacy(sweep: _Sweep) -> Table:
     rows = [
         (
             name,
-            epsilon_of(view),
-            sweep.loss(name),
-            loss_noise(view.privacy, view.last_evaluated),
+            epsilon_of(run.view),
+            _loss(run),
+            loss_noise(run.view.privacy, run.view.last_evaluated),
         )
-        for name, view in sweep.views.items()
+        for name, run in sweep.items()
     ]
     known = [row for row in rows if None not in row[:3]]
     heads = ("run", "epsilon", "held-out loss", "standard deviation of its noise")
@@ -278,7 +271,7 @@ def _sensitivity(sweep: _Sweep) -> Table:
     first. A key that no run changes alone (in a random search) has means over
     all runs with each value.
     """
-    names = [name for name in sweep.runs if sweep.loss(name) is not None]
+    names = [name for name, run in sweep.items() if _loss(run) is not None]
     changed = _changed(sweep, names)
     if not changed:
         return Table(columns=(), rows=())
@@ -303,7 +296,7 @@ def _sensitivity(sweep: _Sweep) -> Table:
                 for at in (alone if one else range(len(names)))
                 if values[at] == value
             ]
-            found = (sweep.loss(names[at]) for at in having)
+            found = (_loss(sweep[names[at]]) for at in having)
             losses = [loss for loss in found if loss is not None]
             if losses:
                 loss = statistics.fmean(losses)
@@ -316,9 +309,9 @@ def _sensitivity(sweep: _Sweep) -> Table:
 
 def _changed(sweep: _Sweep, names: Sequence[str]) -> Mapping[str, Sequence[str]]:
     """Keys in which runs differ, with their values; how many sites there are is one."""
-    keys = changed_keys([sweep.runs[name].job_toml for name in names])
+    keys = changed_keys([sweep[name].job_toml for name in names])
     found = {key: v for key, v in keys.items() if not _NAMES.fullmatch(key)}
-    sizes = [str(len(sweep.runs[name].view.started.sites)) for name in names]
+    sizes = [str(len(sweep[name].view.started.sites)) for name in names]
     if len(set(sizes)) > 1:
         found = {key: v for key, v in found.items() if not key.startswith("sites.")}
         found[_SITES] = sizes

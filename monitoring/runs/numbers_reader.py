@@ -28,7 +28,7 @@ class NumbersReader:
             log: The run's ``events.jsonl``.
         """
         self._log, self._tail, self._numbers = log, EventTail(log), RunNumbers()
-        found = fold_cache.read_sealed(log.with_name(NAME))
+        found = fold_cache.read(log.with_name(NAME))
         if found is not None:
             self._tail.go_to(found["offset"], found["mark"])
             self._numbers = RunNumbers.restored(found["numbers"])
@@ -59,4 +59,4 @@ class NumbersReader:
         if offset >= self._saved + worth:
             self._saved = offset
             kept = {"offset": offset, "mark": mark, "numbers": self._numbers.kept()}
-            fold_cache.write_sealed(self._log.with_name(NAME), kept)
+            fold_cache.write(self._log.with_name(NAME), kept)

@@ -12,14 +12,16 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from federation.event_log import no_collection
+from federation.event_log import from_line, no_collection, to_line
 from federation.events import Event, RoundFinished, RunFinished
+from federation.typed_json import decode, encode
 from monitoring.runs import fold_cache
 from monitoring.runs.event_tail import EventTail
 from monitoring.terminal.progress import PlainProgress
 from monitoring.views import run_fold
-from monitoring.views.run_fold import RunFold
+from monitoring.views.run_fold import FoldState, RunFold
 
+NAME = ".page.json"
 MAX_LOG_LINES = 300
 # While many events wait to be read: settling costs as much for few rounds as for many.
 _UNSETTLED = 10
@@ -44,15 +46,16 @@ class RunReader:
         self.tail = EventTail(log or Path())
         self._known: Sequence[int] = ()  # Rounds with which coordinators begin.
         self._forget()
-        found = None if log is None else fold_cache.read(log.parent)
+        found = None if log is None else fold_cache.read(log.with_name(NAME))
         if found is not None:
-            for event in found.events:
-                self._add(event)
-            self.fold.restore(found.state)
-            self.log.extend(found.log)
+            for event in map(from_line, found["events"]):
+                if event is not None:
+                    self._add(event)
+            self.fold.restore(decode(found["state"], FoldState, where=NAME))
+            self.log.extend(found["log"])
             self._text.truncate(self._text.seek(0))
-            self.tail.go_to(found.offset, found.mark)
-            self.tail.damaged, self.tail.damage = found.damaged, found.damage
+            self.tail.go_to(found["offset"], found["mark"])
+            self.tail.damaged, self.tail.damage = found["damaged"], found["damage"]
         self._saved = self.tail.place[0]
 
     def _forget(self, first_rounds: Sequence[int] = ()) -> None:
@@ -140,16 +143,16 @@ class RunReader:
             return
         self._saved = offset
         state, events = self.fold.kept()
-        found = fold_cache.CachedFold(
-            offset=offset,
-            mark=mark,
-            damaged=self.tail.damaged,
-            damage=self.tail.damage,
-            state=state,
-            events=events,
-            log=[*self.log],
-        )
-        fold_cache.write(self._path.parent, found)
+        found = {
+            "offset": offset,
+            "mark": mark,
+            "damaged": self.tail.damaged,
+            "damage": self.tail.damage,
+            "state": encode(state),
+            "events": [to_line(event) for event in events],
+            "log": [*self.log],
+        }
+        fold_cache.write(self._path.with_name(NAME), found)
 
     def _add(self, event: Event) -> None:
         self.fold.add(event)

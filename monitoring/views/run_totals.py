@@ -66,10 +66,6 @@ class RoundRow:
         names = (each.name for each in fields(cls) if each.name != "sites")
         return cls(**{name: getattr(row, name) for name in names}, sites=found)
 
-    def without_sites(self) -> "RoundRow":
-        """Forget what became of each site."""
-        return replace(self, sites="") if self.sites else self
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTotals:

@@ -20,7 +20,7 @@ from federation.clock import SystemClock
 from federation.errors import StoreUnavailable
 from federation.event_log import EventWriter
 from federation.events import Event
-from monitoring.runs import fold_cache
+from monitoring.runs import fold_cache, run_reader
 from monitoring.runs.run_folder import RunFolder
 from monitoring.web import app
 from monitoring.web.app import Shown, live_app
@@ -224,7 +224,7 @@ def test_full_disk_closes_no_page(
             contextlib.closing(opened(port)) as page,
         ):
             assert page.recv(1 << 16)
-            cache = run.path / fold_cache.NAME
+            cache = run.path / run_reader.NAME
             wait_for(cache.exists, "what the page leaves", 60)
             before = cache.read_bytes()
             disks.leave(disk, 8192)

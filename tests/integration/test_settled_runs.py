@@ -11,7 +11,7 @@ from support.without_report import simulate
 from federation.errors import CorruptObject
 from federation.event_log import EventWriter
 from monitoring.pages.plots import draw_all
-from monitoring.runs import fold_cache
+from monitoring.runs import fold_cache, run_reader
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_reader import RunReader
 from monitoring.views import run_fold
@@ -74,14 +74,14 @@ def test_resumed_run_goes_on_from_what_was_left(tmp_path: Path) -> None:
         simulate(job, folder=run.path)
         lines = run.events.read_bytes().splitlines(keepends=True)
         run.events.write_bytes(b"".join(lines[: len(lines) // 2]))
-        cached = run.path / fold_cache.NAME
+        cached = run.path / run_reader.NAME
         cached.unlink()
         if name == "left":
             RunReader(run.events).look()
         elif name == "damaged":
             cached.write_bytes(b'{"release": "1')
         elif name == "foreign":
-            cached.write_bytes((other / fold_cache.NAME).read_bytes())
+            cached.write_bytes((other / run_reader.NAME).read_bytes())
         simulate(job, folder=run.path, resume=True)
         assert result(_settled(run).fold.view()) == result(run.view()), name
 
@@ -90,7 +90,7 @@ def test_damaged_line_keeps_a_run_from_being_resumed(tmp_path: Path) -> None:
     """A page shows the rest; who goes on must know all of it."""
     job, run = small_job(num_sites=3, rounds=4), RunFolder(tmp_path)
     simulate(job, folder=tmp_path)
-    (tmp_path / fold_cache.NAME).unlink()
+    (tmp_path / run_reader.NAME).unlink()
     lines = run.events.read_bytes().splitlines(keepends=True)
     run.events.write_bytes(
         b"".join([*lines[:5], b'{"event": "SiteAnswered"\n', *lines[5:9]])

@@ -24,7 +24,7 @@ from federation.events import (
 )
 from federation.messages import FailureKind
 from monitoring.pages import report
-from monitoring.runs import event_tail, fold_cache
+from monitoring.runs import event_tail, fold_cache, run_reader
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_reader import RunReader
 from monitoring.views import run_fold
@@ -123,7 +123,7 @@ def test_settled_rounds_leave_every_number_as_it_is(
         _write(run, events[at : at + 7])
         feeds[0].look()
         feeds[1:] = [RunFeed(run)]  # It begins with what the first one has left.
-    assert (run.path / fold_cache.NAME).exists()
+    assert (run.path / run_reader.NAME).exists()
     whole = fold(events)
     expected = report.render_sections(whole, SECTIONS, is_live=False)
     for feed in feeds:
@@ -143,11 +143,11 @@ def test_cache_of_another_log_is_not_used(
     run, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "other")
     _write(run, event_samples.run(Script(rounds=5, seed=1)))
     _write(other, event_samples.run(Script(rounds=5, seed=2)))
-    cached = run.path / fold_cache.NAME
+    cached = run.path / run_reader.NAME
     for each in (other, run):
         RunFeed(each).look()
     expected = _page(RunFeed(other)).sections
-    own = (other.path / fold_cache.NAME).read_bytes()
+    own = (other.path / run_reader.NAME).read_bytes()
     body = own.partition(b"\n")[2]
     changed = re.sub(rb'(bytes_up\\": )(\d)', rb"\g<1>9\2", body)
     assert changed != body
@@ -156,7 +156,7 @@ def test_cache_of_another_log_is_not_used(
         *(cached.read_bytes(), own.replace(body, changed), own[:-20], body),
         *(fold_cache._seal(older) + older, b"", b"{", b"{}\n{}", b"\xff\n" * 2),
     ):
-        (other.path / fold_cache.NAME).write_bytes(content)
+        (other.path / run_reader.NAME).write_bytes(content)
         assert _page(RunFeed(other)).sections == expected
 
 
@@ -336,7 +336,7 @@ def test_long_run_that_has_ended_is_shown(
     run = RunFolder(tmp_path)
     _write(run, event_samples.run(Script(rounds=3)))
     RunReader(run.events).look()
-    assert fold_cache.read(tmp_path) is not None
+    assert fold_cache.read(tmp_path / run_reader.NAME) is not None
     shown = Shown(rows=list, find={}.get, actions={})
     stream = _stream(_SharedFeed(run, shown, SystemClock()))
     first = asyncio.run(_first(stream))
