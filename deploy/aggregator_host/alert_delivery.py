@@ -15,10 +15,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cloud_adapters.net.short_requests import ask
-from deploy.aggregator_host.config import AlertSpec
+from deploy.aggregator_host.config import AlertSpec, check_alert
 from federation.addresses import parse_address
 from federation.durable_files import replace_file
-from federation.errors import FederationError, JobError, StoreUnavailable
+from federation.errors import FederationError, StoreUnavailable
 from federation.protocols import Clock
 from monitoring.terminal.progress import printable
 from monitoring.web.alerts import Alert
@@ -103,7 +103,13 @@ class AlertDelivery:
     def _try(self, told: _Told, send: Send) -> bool:
         try:
             send(f"crossfed: {printable(told.text, MAX_CHARS)}")
-        except (FederationError, OSError, subprocess.SubprocessError) as error:
+        # ValueError: a library finds text that it cannot send. Others must be told.
+        except (
+            FederationError,
+            OSError,
+            subprocess.SubprocessError,
+            ValueError,
+        ) as error:
             told.attempts += 1
             wait = RETRY_SECONDS * 2 ** (told.attempts - 1)
             told.next_at = self.clock.now() + wait
@@ -127,16 +133,17 @@ def places(specs: Sequence[AlertSpec]) -> Mapping[str, Send]:
     """How to send a text to each place of a configuration.
 
     Raises:
-        JobError: An entry of ``alerts`` names no place, or several.
+        JobError: An entry of ``alerts`` names no place, several, or one that cannot be.
     """
-    return dict(_place(index, spec) for index, spec in enumerate(specs))
-
-
-def _place(index: int, spec: AlertSpec) -> tuple[str, Send]:
-    found = list(_ways(spec))
-    if len(found) != 1:
-        raise JobError("give one of webhook, command and email", key=f"alerts[{index}]")
-    return found[0]
+    found: dict[str, Send] = {}
+    for index, spec in enumerate(specs):
+        check_alert(spec, key=f"alerts[{index}]")
+        for name, send in _ways(spec):
+            own = name  # Of two places with one name, each is told.
+            while own in found:
+                own += " (another)"
+            found[own] = send
+    return found
 
 
 def _ways(spec: AlertSpec) -> Iterator[tuple[str, Send]]:

@@ -1,7 +1,10 @@
 """``aggregator.toml``: where the aggregator listens and stores its files."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from cloud_adapters.superlink.answer_limits import Limits
 from deploy.wiring import exchange
@@ -255,6 +258,9 @@ def load(path: Path) -> AggregatorConfig:
     return AggregatorConfig(file=file, folder=path.parent)
 
 
+_NO_URL = "give a URL that begins with https:// or http:// and names a host"
+_MAILBOX = re.compile(r"[^\s,;<>@]+@[^\s,;<>@]+")
+
 NO_PROXY = (
     "proxy = false: before a site can enrol, a proxy of your own must be in front of "
     "listen and service_port. docs/howto/two-machines.md says what it must do"
@@ -267,7 +273,7 @@ def check(file: AggregatorFile) -> None:
     Raises:
         JobError: It does.
     """
-    host, _ = parse_address(file.listen, key="listen")
+    host, port = parse_address(file.listen, key="listen")
     if not file.proxy and host not in {"127.0.0.1", "::1", "localhost"}:
         raise JobError("without a proxy this must be a loopback address", key="listen")
     if not file.hosts:
@@ -277,6 +283,58 @@ def check(file: AggregatorFile) -> None:
             raise JobError(f"{name!r:.200} is not a host name or address", key="hosts")
     exchange.check(file.exchange)
     _check_limits(file)
+    others = {port, file.superlink_port, file.service_port}
+    if file.monitor.port and file.monitor.port in others:
+        raise JobError("another key has this port, too", key="monitor.port")
+    check_watching(file.monitor, file.alerts)
+
+
+def check_watching(monitor: MonitorSpec, alerts: Sequence[AlertSpec]) -> None:
+    """Refuse a collector and places that nothing would ever reach.
+
+    Raises:
+        JobError: It does.
+    """
+    if monitor.traces and not _is_http(monitor.traces):
+        raise JobError(_NO_URL, key="monitor.traces")
+    for index, spec in enumerate(alerts):
+        check_alert(spec, key=f"alerts[{index}]")
+
+
+def check_alert(spec: AlertSpec, *, key: str) -> None:
+    """Refuse a place that no alert would ever reach.
+
+    Args:
+        spec: The place.
+        key: The entry's.
+
+    Raises:
+        JobError: It does.
+    """
+    if sum(map(bool, (spec.webhook, spec.command, spec.email))) != 1:
+        raise JobError("give one of webhook, command and email", key=key)
+    if spec.webhook and not (_is_http(spec.webhook) and "@" not in spec.webhook):
+        raise JobError(f"{_NO_URL}, and without a user's name", key=f"{key}.webhook")
+    if spec.command and not spec.command[0]:
+        raise JobError("begin with the name of a program", key=f"{key}.command")
+    for name, address in (("email", spec.email), ("sender", spec.sender)):
+        is_plain = address.isascii() and address.isprintable()
+        if address and not (is_plain and _MAILBOX.fullmatch(address)):
+            raise JobError(
+                f"{address!r:.200} is not one address such as ops@example.org",
+                key=f"{key}.{name}",
+            )
+    parse_address(spec.smtp, key=f"{key}.smtp")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # Raises if it is none.
+    except ValueError:
+        return False
+    is_plain = re.fullmatch(r"[!-~]+", url) is not None
+    return is_plain and parts.scheme in {"http", "https"} and bool(parts.hostname)
 
 
 def _check_limits(file: AggregatorFile) -> None:

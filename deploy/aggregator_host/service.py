@@ -23,7 +23,6 @@ from cloud_adapters.superlink.control import FlowerControl
 from deploy import audit_log
 from deploy.aggregator_host import (
     admission,
-    alert_delivery,
     disk_reserve,
     enrolment_http,
     enrolment_nodes,
@@ -496,7 +495,6 @@ class AggregatorService:
 
     def _monitor(self) -> list[Child]:
         file = self.config.file
-        alert_delivery.places(file.alerts)  # Before it would fail again and again.
         if file.monitor.port:
             self.listener(
                 "serves the live page: crossfed aggregator page prints its address"

@@ -3,6 +3,7 @@
 Nothing is changed, but for an object in the exchange; the service may run meanwhile.
 """
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,6 +127,13 @@ def _programs(config: AggregatorConfig) -> Iterator[Check]:
             yield problem("user", trouble, proxy.OWN_USER)
         found.append(proxy.find_program())
     yield ok("programs", ", ".join(found))
+    for command in (spec.command for spec in config.file.alerts if spec.command):
+        if shutil.which(command[0]) is None:
+            yield warning(
+                "alerts",
+                f"this host has no program {command[0]}, so its alerts tell nobody",
+                "install it, or correct command in [[alerts]]",
+            )
 
 
 @or_problem("service", "then start crossfed aggregator up")

@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from deploy.aggregator_host import alert_delivery
-from deploy.aggregator_host.config import AlertSpec, MonitorSpec, PlatformsSpec
+from deploy.aggregator_host.config import (
+    AlertSpec,
+    MonitorSpec,
+    PlatformsSpec,
+    check_watching,
+)
 from deploy.fleet import machine_spec
 from deploy.fleet.machine_spec import LOCAL, AggregatorMachine, SiteMachine
 from deploy.site_host.config import LocalDataSpec
@@ -347,7 +351,7 @@ def load_job(plan: DeploymentPlan) -> JobSpec:
 
 
 def _check(file: DeploymentFile) -> None:
-    alert_delivery.places(file.alerts)
+    check_watching(file.monitor, file.alerts)
     if not _NAME.fullmatch(file.name):
         raise JobError(
             "must be 1 to 40 lower-case letters, digits and hyphens, and begin with a "

@@ -51,6 +51,11 @@ def test_loopback_needs_no_proxy(tmp_path: Path, listen: str):
         ("limits.site_mib = 95", "limits.site_mib"),
         ("limits.run_mib = 383", "limits.run_mib"),
         ("limits.reserve_mib = 64", "limits.reserve_mib"),
+        ('listen = "0.0.0.0:8443"\nmonitor.port = 8443', "monitor.port"),
+        ("service_port = 8444\nmonitor.port = 8444", "monitor.port"),
+        ('monitor.traces = "127.0.0.1:4318"', "monitor.traces"),
+        ('monitor.traces = "grpc://127.0.0.1:4317"', "monitor.traces"),
+        ('alerts = [{ webhook = "hooks.example.org/x" }]', "alerts[0].webhook"),
     ],
 )
 def test_wrong_key_is_named_with_its_file(tmp_path: Path, text: str, key: str):

@@ -255,11 +255,62 @@ def test_email_is_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [AlertSpec(), AlertSpec(email="a@example.org", webhook="https://b")]
+    "spec",
+    [
+        AlertSpec(),
+        AlertSpec(email="a@example.org", webhook="https://b"),
+        AlertSpec(webhook="hooks.example.org/x"),
+        AlertSpec(webhook="https:///x"),
+        AlertSpec(webhook="https://example.org:99999/x"),
+        AlertSpec(webhook="https://ann:secret@example.org/x"),
+        AlertSpec(webhook="https://example.org/a b"),
+        AlertSpec(webhook="file:///etc/passwd"),
+        AlertSpec(command=("",)),
+        AlertSpec(email="ops"),
+        AlertSpec(email="a@example.org, b@example.org"),
+        AlertSpec(email="a@example.org\nbcc: b@example.org"),
+        AlertSpec(email="\u00f6ps@example.org"),
+        AlertSpec(email="a@example.org", sender="ops"),
+        AlertSpec(email="a@example.org", smtp="mail.example.org"),
+        AlertSpec(email="a@example.org", smtp="mail.example.org:smtp"),
+    ],
 )
-def test_entry_of_no_place_or_of_two_is_refused(spec: AlertSpec) -> None:
+def test_entry_that_would_tell_nobody_is_refused(spec: AlertSpec) -> None:
     with pytest.raises(JobError, match=r"alerts\[0\]"):
         places([spec])
+
+
+def test_two_places_with_one_name_are_both_told(
+    tmp_path: Path, clock: VirtualClock
+) -> None:
+    """Two channels of one chat have one host; the rest of the address is secret."""
+    server = _HookServer(("127.0.0.1", 0), _Hook)
+    with _served(server) as place:
+        urls = [f"http://{place}/{path}" for path in "abc"]
+        delivery = AlertDelivery(
+            places=places([AlertSpec(webhook=url) for url in urls]),
+            path=tmp_path / "alerts.json",
+            clock=clock,
+            listener=lambda _: None,
+        )
+        delivery.deliver([STALLED])
+        assert [path for path, _ in server.got] == ["/a", "/b", "/c"]
+
+
+def test_place_with_a_fault_of_its_own_does_not_end_the_others(
+    tmp_path: Path, phone: Phone, clock: VirtualClock
+) -> None:
+    def faulty(text: str) -> None:
+        raise ValueError(text)
+
+    delivery = AlertDelivery(
+        places={"faulty": faulty, "the phone": phone},
+        path=tmp_path / "alerts.json",
+        clock=clock,
+        listener=lambda _: None,
+    )
+    delivery.deliver([STALLED])
+    assert len(phone.texts) == 1
 
 
 def test_webhook_that_is_down_for_90_seconds_gets_each_alert_once(

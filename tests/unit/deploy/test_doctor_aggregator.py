@@ -52,6 +52,12 @@ def test_sound_aggregator_has_no_problem(federation: Federation):
     assert "refused" in found["exchange"].found
 
 
+def test_program_of_an_alert_that_is_missing_is_named(federation: Federation):
+    text = f'listen = "{LOOPBACK}:{free_port()}"\nproxy = false'
+    write(federation, f'{text}\nalerts = [{{ command = ["page-nobody"] }}]\n')
+    assert "page-nobody" in examined(federation)["alerts"].found
+
+
 def test_older_book_is_a_problem(federation: Federation):
     """Until the service has started, which mends it."""
     federation.site("site-a")
