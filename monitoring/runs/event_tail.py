@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Collection, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from federation.events import Event, RunStarted
 BLOCK_BYTES = 1 << 20  # Read at once: many events, or a few long ones.
 _MARK_BYTES = 1 << 12
 _START = b'{"event": "RunStarted"'
+_ROUND = b'\n{"event": "RoundStarted"'
 
 
 class EventTail:
@@ -61,6 +63,32 @@ class EventTail:
         """
         with self._path.open("rb") as events:
             self._offset, self.read = events.seek(0, 2), 1.0
+            self._mark = _mark(events, self._offset)
+
+    def go_to_round(self, at: float) -> None:
+        """Begin with the round that went on at a time, if clocks were not set back.
+
+        Args:
+            at: Seconds since 1970.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        with self._path.open("rb") as events:
+            low, high = 0, events.seek(0, 2)
+            while high - low > BLOCK_BYTES:
+                middle = events.seek((low + high) // 2)
+                events.readline()
+                place = events.tell()
+                is_before = place < high and _at(events.readline()) < at
+                low, high = (place, high) if is_before else (low, middle)
+            self._offset = 0
+            while low > 0 and not self._offset:
+                begin = max(0, low - BLOCK_BYTES)
+                events.seek(begin)
+                found = events.read(low - begin + len(_ROUND)).rfind(_ROUND)
+                self._offset = 0 if found < 0 else begin + found + 1
+                low = begin
             self._mark = _mark(events, self._offset)
 
     def news(self) -> Iterator[Event]:
@@ -137,6 +165,14 @@ class EventTail:
                 event = from_line(line)
                 found += [event.first_round] if isinstance(event, RunStarted) else []
         return found
+
+
+def _at(line: bytes) -> float:
+    """When the event of a line was; later than any, if it is none."""
+    with contextlib.suppress(ValueError):
+        event = from_line(line)
+        return math.inf if event is None else event.at
+    return math.inf
 
 
 def _mark(events: BinaryIO, offset: int) -> bytes:

@@ -6,6 +6,7 @@ package, and is imported when traces are sent. Headers, certificates and the tim
 of a collector are in its own environment variables, ``OTEL_EXPORTER_OTLP_...``.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -224,8 +225,9 @@ class TraceSender:
             path: known for path, known in self._runs.items() if path in folders
         }
         for path, run in folders.items():
-            new = (EventTail(run.events), RoundTraces(since=self._since))
-            tail, traces = self._runs.setdefault(path, new)
+            if path not in self._runs:
+                self._runs[path] = self._begun(run)
+            tail, traces = self._runs[path]
             events = tail.news()
             if tail.is_anew:
                 traces = RoundTraces(since=self._since)
@@ -235,6 +237,15 @@ class TraceSender:
                     self._pending += traces.add(event)
         self._send()
         return all(traces.is_over for _, traces in self._runs.values())
+
+    def _begun(self, run: RunFolder) -> tuple[EventTail, RoundTraces]:
+        """Begin where rounds are sent: a long log takes minutes to read."""
+        tail, traces = EventTail(run.events), RoundTraces(since=self._since)
+        with contextlib.suppress(OSError):
+            for event in EventTail(run.events, only=[RunStarted]).block():
+                traces.add(event)
+            tail.go_to_round(self._since)
+        return tail, traces
 
     def _send(self) -> None:
         from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415

@@ -24,6 +24,7 @@ from federation.errors import StoreUnavailable
 from federation.event_log import EventWriter
 from federation.events import RoundFinished, SiteAnswered
 from federation.messages import FailureKind
+from monitoring.runs import event_tail
 from monitoring.runs.run_folder import RunFolder
 from monitoring.web.traces import TraceSender
 
@@ -164,6 +165,32 @@ def test_a_collector_that_is_down_gets_all_of_it_later(
         with closing(TraceSender(place, since=event_samples.START + 1e6)) as late:
             late.look([run])
             assert late.sent == 0
+
+
+def test_monitor_that_starts_reads_no_rounds_of_long_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """But all of a round that went on then, however long, and of those after it."""
+    run = RunFolder(tmp_path / "job" / "run")
+    events = event_samples.run(Script(sites=SITES, rounds=30))
+    with EventWriter(run.events) as log:
+        for event in events:
+            log(event)
+    ends = [event.at for event in events if isinstance(event, RoundFinished)]
+    for since in (0.0, ends[20] - 0.01, ends[20] + 0.01, ends[-1] + 1e6):
+        found = []
+        for size in (1 << 20, 500):  # All of it is in the first, larger block.
+            monkeypatch.setattr(event_tail, "BLOCK_BYTES", size)
+            with collecting() as server:
+                sender = TraceSender(f"{url(server)}/v1/traces", since=since)
+                with closing(sender):
+                    assert sender.look([run])
+                found.append([span.span_id for span in server.spans])
+        assert found[0] == found[1]
+        assert sender.sent == sum(at >= since for at in ends)
+    with closing(TraceSender(since=ends[20])) as sender:
+        tail, _ = sender._begun(run)
+    assert tail.place[0] > run.events.stat().st_size / 2
 
 
 @pytest.mark.parametrize(
