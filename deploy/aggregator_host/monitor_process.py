@@ -25,6 +25,7 @@ from federation.errors import FederationError
 from federation.protocols import Clock
 
 if TYPE_CHECKING:
+    from monitoring.runs.run_folder import RunFolder
     from monitoring.web.alerts import Alert
     from monitoring.web.run_metrics import RunsCollector
 
@@ -69,11 +70,9 @@ def serve(
     """
     # The service imports this module, too, but serves nothing itself.
     from deploy.aggregator_host import alert_delivery, host_facts  # noqa: PLC0415
-    from monitoring.runs.find import find_runs  # noqa: PLC0415
     from monitoring.web import alerts  # noqa: PLC0415
-    from monitoring.web.run_metrics import RunsCollector  # noqa: PLC0415
 
-    collector = RunsCollector(lambda: find_runs(config.runs))
+    collector = _collector(config, clock)
     delivery = alert_delivery.AlertDelivery(
         places=alert_delivery.places(config.file.alerts),
         path=config.folder / "alerts.json",
@@ -92,6 +91,30 @@ def serve(
             now = clock.now()
             of_host = alerts.of_host(host.facts(), now)
             delivery.deliver([*of_host, *_of_runs(config, collector, now)])
+
+
+def _collector(config: AggregatorConfig, clock: Clock) -> "RunsCollector":
+    """The numbers of the newest runs, and of all that go on."""
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415
+    from monitoring.runs.find import find_runs  # noqa: PLC0415
+    from monitoring.runs.run_numbers import RunNumbers  # noqa: PLC0415
+    from monitoring.web.run_metrics import RunsCollector  # noqa: PLC0415
+
+    def find() -> "list[RunFolder]":
+        # The last ones are looked at: however old a run is, alerts need its numbers.
+        handed = run_queue.handed_over(config.runs).runs
+        going_on = {one.run for one in handed if one.outcome is None}
+        return sorted(find_runs(config.runs), key=going_on.__contains__)
+
+    def never_begun() -> dict[str, RunNumbers]:
+        since = clock.now() - RECENT_SECONDS
+        return {
+            one.name: RunNumbers(job=one.run.path.parent.name, status=one.status)
+            for one in run_queue.handed_over(config.runs).never_begun
+            if one.ended_at > since
+        }
+
+    return RunsCollector(find, never_begun)
 
 
 def _send_traces(

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,31 @@ def of_aggregator(
         run_queue.ask_to_stop(folder, at=clock.now(), who=run_queue.page_user())
 
     actions = {"stop": stop, "resume": resume}
+    pages = shown(config.runs, actions, run)
     return replace(
-        shown(config.runs, actions, run),
+        pages,
+        rows=lambda: sorted(
+            [*pages.rows(), *_never_begun(config.runs)], key=itemgetter("name")
+        ),
         revoked=lambda: admission.revoked(config),
         missing=missing,
         queue=lambda: admission.queue(config, now=clock.now()),
     )
+
+
+def _never_begun(root: Path) -> list[dict[str, Any]]:
+    """Rows of runs that ended before their first event: sites refused them, say."""
+    return [
+        {
+            "name": one.name,
+            "run_id": one.name,
+            "job": one.run.path.parent.name,
+            "status": one.status,
+            "note": one.reason,
+            "folder": str(one.run.path),
+        }
+        for one in run_queue.handed_over(root).never_begun
+    ]
 
 
 def missing(run: RunFolder) -> Collection[str]:

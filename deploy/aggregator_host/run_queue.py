@@ -282,6 +282,12 @@ class Queue:
     runs: tuple[QueuedRun, ...]
     damaged: tuple[DamagedRun, ...]
 
+    @property
+    def never_begun(self) -> tuple[QueuedRun, ...]:
+        """Runs that ended before their first event: sites refused them, for example."""
+        over = (one for one in self.runs if one.outcome is not None)
+        return tuple(one for one in over if not one.run.exists())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorStart:

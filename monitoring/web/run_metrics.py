@@ -161,19 +161,26 @@ _FAMILIES = (
 class RunsCollector(Collector):
     """Collects the metrics of the newest runs whenever it is asked."""
 
-    def __init__(self, find: Callable[[], Sequence[RunFolder]]) -> None:
+    def __init__(
+        self,
+        find: Callable[[], Sequence[RunFolder]],
+        never_begun: Callable[[], Mapping[str, RunNumbers]] = dict,
+    ) -> None:
         """Take what finds the runs.
 
         Args:
             find: Returns all runs, the oldest first.
+            never_begun: Returns runs that ended before their first event, by name, the
+                oldest first: no log has them.
         """
-        self._find = find
+        self._find, self._never_begun = find, never_begun
         self._known: dict[Path, NumbersReader] = {}
         self._lock = Lock()  # Several scrapes may come at once.
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families of metrics; see ``prometheus_client``."""
-        found = self.look()
+        failed = list(self._never_begun().items())[-MAX_RUNS:]
+        found = {**dict(failed), **self.look()}
         yield from (family.of(found) for family in _FAMILIES)
 
     def look(self) -> Mapping[str, RunNumbers]:

@@ -1,6 +1,7 @@
 """Turns of runs, their owners and what they have used, from files."""
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from deploy.aggregator_host import (
     monitor_process,
     newcomers,
     owners,
+    run_list,
     run_notes,
     run_queue,
 )
@@ -33,6 +35,7 @@ from deploy.aggregator_host.run_queue import (
     TurnOver,
 )
 from deploy.aggregator_host.scheduler import Plan
+from federation.clock import VirtualClock
 from federation.errors import CorruptObject, JobError
 from federation.event_log import EventWriter, to_line
 from federation.events import (
@@ -46,6 +49,7 @@ from federation.ids import SiteId
 from federation.messages import Resources
 from federation.platform_identity import PlatformIdentity
 from monitoring.runs.run_folder import REQUEST, RunFolder
+from monitoring.web import run_metrics
 from monitoring.web.run_metrics import RunsCollector
 from privacy.secagg.agreement import roster
 from privacy.secagg.agreement.identity import generate
@@ -275,6 +279,38 @@ def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
         == "a quota that allows it: owner 'ann' has used 2 of 1.5 site-hours (quota "
         "site_hours)"
     )
+
+
+def test_run_that_its_sites_refused_is_on_the_page_and_in_the_metrics(tmp_path: Path):
+    """It has no events; metrics name it for a day, as alerts do."""
+    run, clock = submitted(tmp_path, "a"), VirtualClock(time.time())
+    run_queue.leave_outcome(run, Outcome(code=1, message="site b does not take part"))
+    (row,) = run_list.of_aggregator(config(tmp_path), clock).rows()
+    assert (row["name"], row["job"], row["status"]) == ("a", "small", "failed")
+    assert row["note"] == "site b does not take part"
+
+    def told() -> dict[str, str]:
+        found = monitor_process._collector(config(tmp_path), clock).collect()
+        status = next(each for each in found if each.name == "crossfed_run_status")
+        return {s.labels["run"]: s.labels["status"] for s in status.samples}
+
+    assert told() == {"a": "failed"}
+    clock.sleep(monitor_process.RECENT_SECONDS + 60)
+    assert told() == {}
+
+
+def test_old_run_that_goes_on_keeps_its_alerts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """However many newer ones have ended meanwhile."""
+    monkeypatch.setattr(run_metrics, "MAX_RUNS", 2)
+    for name in "abcd":
+        run = submitted(tmp_path, name)
+        noted(run, 10.0)
+        if name != "a":
+            run_queue.leave_outcome(run, Outcome(code=0, message="completed"))
+    collector = monitor_process._collector(config(tmp_path), VirtualClock(1e9))
+    assert set(collector.look()) == {"a", "d"}
 
 
 def test_progress_is_read_on_from_look_to_look(tmp_path: Path):
