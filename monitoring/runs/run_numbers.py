@@ -64,6 +64,7 @@ class RunNumbers:
     Attributes:
         job: The job's name.
         status: ``running``, or how the run ended.
+        reason: Why it ended early, as its coordinator noted.
         rounds: Rounds of the job.
         values: Gauges by name; those that are not known are absent.
         ended: Rounds that ended, by status.
@@ -86,6 +87,7 @@ class RunNumbers:
 
     job: str = ""
     status: str = RUNNING
+    reason: str = ""
     rounds: int = 0
     values: dict[str, float] = field(default_factory=dict)
     ended: Counter[str] = field(default_factory=Counter)
@@ -136,7 +138,7 @@ class RunNumbers:
         match event:
             case RunStarted():
                 self.job, self.rounds = event.job_name, event.rounds
-                self.status = RUNNING
+                self.status, self.reason = RUNNING, ""
                 self.values["started_timestamp_seconds"] = event.at
             case RoundStarted():
                 self.values["round"] = event.round_index
@@ -147,7 +149,7 @@ class RunNumbers:
                 caps = [site.epsilon_cap for site in event.sites]
                 self._set("epsilon_cap", max(caps, default=None))
             case RunFinished():
-                self.status = event.status
+                self.status, self.reason = event.status, event.message
 
     def _evaluate(self, event: ModelEvaluated) -> None:
         loss = loss_of(event.pooled)

@@ -7,12 +7,13 @@ alerts tells each key once; when the cause has gone and comes back, once more.
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from textwrap import shorten
 
 from monitoring.privacy_words import NOISY, plus_minus
 from monitoring.runs.run_numbers import RunNumbers
 from monitoring.units import format_count, format_duration, format_number
 from monitoring.views.round_view import RUNNING
-from monitoring.views.run_view import COMPLETED
+from monitoring.views.run_view import COMPLETED, EXHAUSTED
 
 STALL_FACTOR, MIN_STALL_SECONDS = 3.0, 60.0
 SILENT_ROUNDS = 3  # In a row, without an answer.
@@ -20,6 +21,7 @@ BUDGET_SHARES = (1.0, 0.8)  # The larger first: only one is told.
 WORSE_EVALUATIONS = 3  # In a row.
 EXPIRY_SECONDS = 3 * 86_400.0
 MAX_ADDRESSES = 8  # With an alert of their own.
+MAX_REASON_CHARS = 600
 _MIB = 1 << 20
 
 
@@ -76,6 +78,8 @@ def of_run(
     about = f"run {name} ({run.job})"
     status = status or run.status
     if status == "failed":
+        # What to do comes after it, and must not be cut off.
+        reason = shorten(reason or run.reason, MAX_REASON_CHARS, placeholder=" ...")
         why = (
             f": {reason.rstrip('.')}. "
             if reason
@@ -91,7 +95,7 @@ def of_run(
             advice = ""  # The reason says what its run allows.
         text = f"{about} has failed{why}{advice}".rstrip()
         yield Alert(key=f"{name}/failed", text=text)
-    yield from _of_budget(name, about, run)
+    yield from _of_budget(name, about, run, is_exhausted=status == EXHAUSTED)
     if status != RUNNING:
         return
     yield from _of_round(name, about, run, now)
@@ -124,7 +128,9 @@ def _of_round(name: str, about: str, run: RunNumbers, now: float) -> Iterator[Al
         )
 
 
-def _of_budget(name: str, about: str, run: RunNumbers) -> Iterator[Alert]:
+def _of_budget(
+    name: str, about: str, run: RunNumbers, *, is_exhausted: bool
+) -> Iterator[Alert]:
     """Alert where the budget will not last: a run that goes to plan may spend it all.
 
     Epsilon grows ever more slowly, so that the cost of the last round is an upper bound
@@ -133,14 +139,23 @@ def _of_budget(name: str, about: str, run: RunNumbers) -> Iterator[Alert]:
     spent, cap = run.values.get("epsilon"), run.values.get("epsilon_cap")
     if spent is None or not cap or run.rounds_affordable >= run.rounds_left / 2:
         return
+    then = (
+        f"that lasts for about {math.floor(run.rounds_affordable)} of the "
+        f"{run.rounds_left} rounds left. The run then ends with the last model that "
+        "the budget allows."
+    )
+    if is_exhausted:
+        then = (
+            f"the run has ended, with {run.rounds_left} rounds left. Its model is the "
+            "last one that the budget allowed."
+        )
     for share in BUDGET_SHARES:
-        if spent >= share * cap:
+        # The round that would have reached the cap was refused.
+        if spent >= share * cap or is_exhausted:
             yield Alert(
                 key=f"{name}/epsilon/{share}",
                 text=f"{about} has spent epsilon {format_number(spent)} of "
-                f"{format_number(cap)} ({spent / cap:.0%}): that lasts for about "
-                f"{math.floor(run.rounds_affordable)} of the {run.rounds_left} rounds "
-                "left. The run then ends with the last model that the budget allows.",
+                f"{format_number(cap)} ({spent / cap:.0%}): {then}",
             )
             return
 
@@ -211,7 +226,8 @@ def _reached(
     for key, (spent, cap) in used.items():
         reached = [s for s in BUDGET_SHARES if spent and cap and spent >= s * cap]
         if spent and cap and reached:
-            words = f"has used {spent:,.2f} of {key} = {cap:g} ({spent / cap:.0%})"
+            amount = f"{spent:,.2f}" if cap >= 1 else f"{spent:.3g}"
+            words = f"has used {amount} of {key} = {cap:g} ({spent / cap:.0%})"
             yield key, reached[0], words
 
 

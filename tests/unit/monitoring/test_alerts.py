@@ -8,11 +8,13 @@ import pytest
 from support import event_samples
 from support.event_samples import START, Script
 
+from deploy.aggregator_host import alert_delivery
 from federation.events import (
     Event,
     ModelEvaluated,
     PrivacyPlanned,
     RoundStarted,
+    RunFinished,
     SiteAnswered,
 )
 from federation.messages import FailureKind, MetricSums
@@ -180,6 +182,49 @@ def test_failed_run(*, has_round: bool) -> None:
     assert "--resume" not in alert.text
     (alert,) = alerts.of_run("r", run, START, status="failed")
     assert "crossfed logs r" in alert.text
+
+
+def test_failed_run_whose_outcome_is_not_known_yet_has_its_reason() -> None:
+    """The coordinator's last event comes before the service's word."""
+    run = _run(_going())
+    message = "revoked: 'b'; invite it again, and start a new run"
+    run.add(
+        RunFinished(
+            at=START,
+            status="failed",
+            rounds_completed=1,
+            last_round=1,
+            message=message,
+            seconds=1.0,
+        )
+    )
+    (alert,) = alerts.of_run("r", run, START)
+    assert message in alert.text
+    assert "--resume" not in alert.text
+
+
+def test_long_reason_keeps_what_to_do_after_it() -> None:
+    """A hundred sites may refuse, a line for each."""
+    reason = "the run cannot start:\n" + "  site 'b' does not take part\n" * 100
+    (alert,) = alerts.of_run(
+        "r", RunNumbers(job="j"), START, status="failed", reason=reason
+    )
+    assert len(alert.text) < alert_delivery.MAX_CHARS
+    assert "\n" not in alert.text
+    assert alert.text.endswith("crossfed run JOB.")
+
+
+def test_run_that_ended_for_its_budget_tells_so() -> None:
+    """No run reaches its cap: the round that would is refused."""
+    run = _run(_going(epsilon_cap=8.0, rounds=20, stop_after=8, budget_rounds=10))
+    run.values["epsilon"], run.rounds_affordable = 7.9, 0.4
+    (alert,) = alerts.of_run("r", run, START, status="exhausted")
+    assert alert.key == "r/epsilon/1.0"
+
+
+def test_small_quota_is_not_rounded_to_nothing() -> None:
+    (alert,) = alerts.of_quotas("ann", {"gigabytes": (0.00065, 0.0008)})
+    assert "0.00065 of" in alert.text
 
 
 def test_host() -> None:
