@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.registry import CollectorRegistry
 from support import event_samples
@@ -38,6 +39,14 @@ def test_every_metric_that_the_files_name_exists(tmp_path: Path) -> None:
     named = {name for text in asked for name in NAME.findall(text)}
     assert len(named) > 8
     assert named <= there
+
+
+def test_documented_scrape_keeps_the_label_of_a_job() -> None:
+    """Otherwise Prometheus names every run's job after the scrape."""
+    page = (FILES.parents[1] / "docs" / "howto" / "live-page.md").read_text()
+    text = page.partition("# prometheus.yml\n")[2].partition("```")[0]
+    (scrape,) = yaml.safe_load(text)["scrape_configs"]
+    assert scrape["honor_labels"] is True
 
 
 @pytest.mark.slow
