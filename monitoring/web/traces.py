@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from cloud_adapters.extras import naming_extras
 from federation.errors import StoreUnavailable, os_errors
-from federation.event_log import no_collection
 from federation.events import (
     Event,
     RoundFinished,
@@ -220,6 +219,7 @@ class TraceSender:
         Raises:
             StoreUnavailable: The collector does not take it; the next look sends it.
         """
+        failure: StoreUnavailable | None = None
         folders = {run.path: run for run in runs[-MAX_RUNS:]}
         self._runs = {
             path: known for path, known in self._runs.items() if path in folders
@@ -232,10 +232,15 @@ class TraceSender:
             if tail.is_anew:
                 traces = RoundTraces(since=self._since)
                 self._runs[path] = tail, traces
-            with no_collection():
-                for event in events:
-                    self._pending += traces.add(event)
-        self._send()
+            for event in events:
+                self._pending += traces.add(event)
+                if failure is None and len(self._pending) >= MAX_BATCH:
+                    failure = self._send()
+                # A collector that is down fills no memory.
+                del self._pending[:-MAX_PENDING]
+        failure = failure or self._send()
+        if failure is not None:
+            raise failure
         return all(traces.is_over for _, traces in self._runs.values())
 
     def _begun(self, run: RunFolder) -> tuple[EventTail, RoundTraces]:
@@ -247,21 +252,25 @@ class TraceSender:
             tail.go_to_round(self._since)
         return tail, traces
 
-    def _send(self) -> None:
+    def _send(self) -> StoreUnavailable | None:
+        """Send what waits; return why the collector does not take it."""
         from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415
 
-        del self._pending[:-MAX_PENDING]  # A collector that is down fills no memory.
         while self._pending:
             batch = self._pending[:MAX_BATCH]
-            with os_errors(StoreUnavailable, "send traces"):  # A malformed URL.
-                taken = self._exporter.export(batch)
+            try:
+                with os_errors(StoreUnavailable, "send traces"):  # A malformed URL.
+                    taken = self._exporter.export(batch)
+            except StoreUnavailable as error:
+                return error
             if taken is not SpanExportResult.SUCCESS:
-                raise StoreUnavailable(
+                return StoreUnavailable(
                     "the collector does not take traces: see whether it is up, and "
                     "OTEL_EXPORTER_OTLP_HEADERS, if it wants a token"
                 )
             self.sent += sum(span.parent is None for span in batch)
             del self._pending[:MAX_BATCH]
+        return None
 
     def close(self) -> None:
         """Close the connection."""

@@ -26,6 +26,7 @@ from federation.events import RoundFinished, SiteAnswered
 from federation.messages import FailureKind
 from monitoring.runs import event_tail
 from monitoring.runs.run_folder import RunFolder
+from monitoring.web import traces
 from monitoring.web.traces import TraceSender
 
 SITES = ("a", "b")
@@ -114,11 +115,11 @@ def test_each_round_is_one_trace_from_the_coordinator_to_the_phases_of_sites(
         again = server.spans[len(spans) :]
     # Sent again, they are the same spans, of which a collector keeps one.
     assert [span.span_id for span in again] == [span.span_id for span in spans]
-    traces = list(dict.fromkeys(span.trace_id for span in spans))
+    rounds = list(dict.fromkeys(span.trace_id for span in spans))
     events = run.read_events()
     ended = [event for event in events if isinstance(event, RoundFinished)]
-    assert len(traces) == len(ended) == 3
-    for trace, row in zip(traces, ended, strict=True):
+    assert len(rounds) == len(ended) == 3
+    for trace, row in zip(rounds, ended, strict=True):
         own = [span for span in spans if span.trace_id == trace]
         (root,) = [span for span in own if not span.parent_span_id]
         assert root.name == "round"
@@ -165,6 +166,24 @@ def test_a_collector_that_is_down_gets_all_of_it_later(
         with closing(TraceSender(place, since=event_samples.START + 1e6)) as late:
             late.look([run])
             assert late.sent == 0
+
+
+def test_every_round_of_a_long_run_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """However few spans are kept for a collector that is down."""
+    monkeypatch.setattr(traces, "MAX_BATCH", 5)
+    monkeypatch.setattr(traces, "MAX_PENDING", 8)
+    run = run_of(tmp_path)
+    with collecting() as server, closing(TraceSender(f"{url(server)}/t")) as sender:
+        server.status = 400
+        with pytest.raises(StoreUnavailable):
+            sender.look([run])
+        assert len(sender._pending) <= 8
+    with collecting() as server, closing(TraceSender(f"{url(server)}/t")) as sender:
+        assert sender.look([run])
+    assert sender.sent == 3
+    assert sum(not span.parent_span_id for span in server.spans) == 3
 
 
 def test_monitor_that_starts_reads_no_rounds_of_long_ago(
