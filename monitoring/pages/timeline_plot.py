@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from federation.events import SiteFailed
-from federation.messages import Phase
+from federation.messages import FailureKind, Phase
 from monitoring.pages.figures import (
     DOWN_COLOUR,
     FAINT,
@@ -120,7 +120,10 @@ def bars(
             continue
         place = sites.index(report.site) + 1
         asked, answered = report.asked_seconds, report.answered_seconds
-        failed = isinstance(report, SiteFailed)
+        # A task that nobody needed any more is no failure.
+        failed = (
+            isinstance(report, SiteFailed) and report.kind is not FailureKind.SURPLUS
+        )
         yield place, asked, answered - asked, _FAILED if failed else _WAITING
         for phase in () if isinstance(report, SiteFailed) else report.phases:
             # What a site says that it did, as far as it can have been then.

@@ -45,12 +45,7 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
         )
         yield f"epsilon     {spent}"
     yield from _participation(view)
-    if view.predicted is not None:
-        down, up = view.predicted.bytes_down, view.predicted.bytes_up
-        yield (
-            f"bytes       {view.bytes_down:,} down of {format_span(down)} "
-            f"predicted, {view.bytes_up:,} up of {format_span(up)}"
-        )
+    yield from _traffic(view)
     sites = {site.site: site for site in view.sites}
     for relay, behind in zip(view.started.relays, view.started.relayed, strict=True):
         left = sum(sites[name].bytes_up for name in behind)
@@ -70,6 +65,17 @@ def _diverged(view: RunView) -> str:
         f"the loss is not finite{' at ' if at else ''}{', '.join(at)}: look for NaN in "
         "the held-out records (crossfed check-job), or give another model"
     )
+
+
+def _traffic(view: RunView) -> Iterator[str]:
+    if view.predicted is not None:
+        down, up = view.predicted.bytes_down, view.predicted.bytes_up
+        yield (
+            f"bytes       {view.bytes_down:,} down of {format_span(down)} "
+            f"predicted, {view.bytes_up:,} up of {format_span(up)}"
+        )
+    elif view.bytes_up or view.bytes_down:
+        yield f"bytes       {view.bytes_down:,} down, {view.bytes_up:,} up"
 
 
 def _participation(view: RunView) -> Iterator[str]:

@@ -318,6 +318,12 @@ def timeline(
             for place, site in enumerate(sites, start=1)
             if site in rows[-1].cohort and site not in heard
         ]
+    # Without rounds that wait for each other, a task may have begun before all of them.
+    drawn = [
+        (place, max(0.0, begin), min(seconds, begin + seconds), phase)
+        for place, begin, seconds, phase in drawn
+        if begin + seconds > 0
+    ]
     shown = {phase for *_, phase in drawn}
     return {
         "rows": ["aggregator", *sites],

@@ -21,6 +21,7 @@ from federation.events import (
     Event,
     RoundStarted,
     RunFinished,
+    SiteAnswered,
 )
 from federation.messages import FailureKind
 from monitoring.pages import report
@@ -215,6 +216,28 @@ def test_curve_of_a_restored_backup_is_cut(tmp_path: Path) -> None:
     cut = changes.to(_page(feed))["charts"]["bytes"]
     assert (cut["from"], cut["rows"]) == (3, ())
     assert len(known) == 6
+
+
+def test_task_of_an_earlier_round_stays_inside_the_timeline(tmp_path: Path) -> None:
+    """In a buffered run; and a task that nobody needed has not failed."""
+    run = RunFolder(tmp_path)
+    failures = ((2, event_samples.TWO_SITES[1], FailureKind.SURPLUS),)
+    events = event_samples.run(Script(rounds=2, failures=failures))
+    first = next(e for e in events if isinstance(e, SiteAnswered))
+    _write(
+        run,
+        [
+            replace(e, asked_seconds=-3.0, phases=()) if e is first else e
+            for e in events
+        ],
+    )
+    page = _page(RunFeed(run))
+    assert page.timeline is not None
+    bars = page.timeline["bars"]
+    assert min(begin for _, begin, _, _ in bars) == 0.0
+    ends = [begin + seconds for _, begin, seconds, _ in bars]
+    assert any(end == pytest.approx(first.answered_seconds) for end in ends)
+    assert "failed" not in page.timeline["colours"]
 
 
 @pytest.mark.slow
