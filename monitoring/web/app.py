@@ -145,15 +145,9 @@ class Changes:
             if self._sections.get(name) != html
         }
         changed = {
-            name: {
-                "title": chart.title,
-                "lines": chart.lines,
-                "log": chart.log,
-                "from": same,
-                "rows": chart.rows[same:],
-            }
+            name: rows
             for name, chart in page.charts.items()
-            if (same := self._known_rows(name, chart)) < self._most_rows(name, chart)
+            if (rows := _changed(self._charts.get(name), chart))
         }
         self._sections.update(sections)
         self._charts = dict(page.charts)
@@ -167,17 +161,21 @@ class Changes:
             "timeline": page.timeline,
         }
 
-    def _known_rows(self, name: str, chart: Chart) -> int:
-        """How many of a chart's first rows the browser has."""
-        known = self._charts.get(name)
-        if known is None or known.lines != chart.lines:
-            return 0
-        return _same(known.rows, chart.rows)
 
-    def _most_rows(self, name: str, chart: Chart) -> int:
-        """Rows of a chart, as it is or as the browser has it."""
-        known = self._charts.get(name)
-        return max(len(chart.rows), 0 if known is None else len(known.rows))
+def _changed(known: Chart | None, chart: Chart) -> Mapping[str, Any]:
+    """A chart, of its rows only those that a browser lacks; empty if it has all."""
+    before = () if known is None else known.rows
+    is_other = known is None or known.lines != chart.lines
+    same = 0 if is_other else _same(before, chart.rows)
+    if same == max(len(chart.rows), len(before)):
+        return {}
+    return {
+        "title": chart.title,
+        "lines": chart.lines,
+        "log": chart.log,
+        "from": same,
+        "rows": chart.rows[same:],
+    }
 
 
 def _same(old: Sequence[Row], new: Sequence[Row]) -> int:

@@ -7,7 +7,7 @@ not here; see ``federation.job.disclosure``.
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ INK = ""  # The page's own colour of text, dark or light.
 MAX_AWAITED = 20
 
 Row = tuple[float | None, ...]  # x, and the value of each line there
+Line = tuple[str, str, Series]  # Its name, colour and points.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,17 +213,10 @@ def charts(view: RunView) -> Mapping[str, Chart]:
     """The figures of lines that a run has data for, by name."""
     curves = dict(view.totals.curves)
     loss, training = curves["loss"], curves["training"]
-    found = {
-        "loss": _over_sites(
-            view, f"Held-out loss{view.loss_unit}", loss, lambda site: site.loss
-        )
-    }
-    if training:
-        chart = found["loss"]
-        found["loss"] = _joined(
-            chart.title,
-            [*_lines(chart), (plots.TRAINING, "", training)],
-        )
+    title = f"Held-out loss{view.loss_unit}"
+    lines = _over_sites(view, loss, lambda site: site.loss)
+    lines += [(plots.TRAINING, INK, training)] if training else []
+    found = {"loss": _joined(title, lines)}
     if view.is_language:
         series = tuple((at, perplexity(value)) for at, value in loss)
         found["quality"] = _joined(
@@ -230,11 +224,11 @@ def charts(view: RunView) -> Mapping[str, Chart]:
         )
     elif curves["accuracy"]:
         right = _percent(curves["accuracy"])
-        found["quality"] = _over_sites(
-            view, "Accuracy in %", right, lambda site: _percent(site.accuracy)
-        )
+        lines = _over_sites(view, right, lambda site: _percent(site.accuracy))
+        found["quality"] = _joined("Accuracy in %", lines)
     if view.privacy is not None and view.spent:
-        found["epsilon"] = _over_sites(view, "Epsilon", (), lambda site: site.epsilon)
+        lines = _over_sites(view, (), lambda site: site.epsilon)
+        found["epsilon"] = _joined("Epsilon", lines)
     found["bytes"] = _joined(
         "Traffic of a round in MB",
         [
@@ -242,8 +236,8 @@ def charts(view: RunView) -> Mapping[str, Chart]:
             ("down", "#d08b3c", _megabytes(curves["down"])),
         ],
     )
-    lines = [("seconds", INK, curves["seconds"])]
-    found["seconds"] = _joined("Seconds of a round", lines)
+    seconds = ("seconds", INK, curves["seconds"])
+    found["seconds"] = _joined("Seconds of a round", [seconds])
     return {name: chart for name, chart in found.items() if chart.rows}
 
 
@@ -256,24 +250,16 @@ def _megabytes(series: Series) -> Series:
 
 
 def _over_sites(
-    view: RunView, title: str, pooled: Series, own: Callable[[Any], Series]
-) -> Chart:
+    view: RunView, pooled: Series, own: Callable[[Any], Series]
+) -> list[Line]:
+    """The line of all sites together, if there is one, and of each that is shown."""
     colours = plots.site_colours(view)
     lines = [(plots.ALL_SITES, INK, pooled)] if pooled else []
-    lines += [
-        (site.site, colours[site.site], own(site))
-        for site in view.shown_sites
-        if own(site)
-    ]
-    return _joined(title, lines)
+    lines += [(s.site, colours[s.site], own(s)) for s in view.shown_sites if own(s)]
+    return lines
 
 
-def _joined(
-    title: str,
-    lines: Sequence[tuple[str, str, Sequence[tuple[int, float]]]],
-    *,
-    log: bool = False,
-) -> Chart:
+def _joined(title: str, lines: Sequence[Line], *, log: bool = False) -> Chart:
     values = [dict(series) for _, _, series in lines]
     rounds = sorted({at for each in values for at in each})
     return Chart(
@@ -282,12 +268,6 @@ def _joined(
         rows=tuple((at, *(_finite(each.get(at)) for each in values)) for at in rounds),
         log=log,
     )
-
-
-def _lines(chart: Chart) -> Iterator[tuple[str, str, Series]]:
-    for place, (name, colour) in enumerate(chart.lines, start=1):
-        series = ((int(row[0] or 0), row[place]) for row in chart.rows)
-        yield name, colour, tuple((at, v) for at, v in series if v is not None)
 
 
 def _finite(value: float | None) -> float | None:
