@@ -287,8 +287,7 @@ class RememberedLedger:
         known = memory.read(DOCUMENT).get(_DATASETS, {}).get(budget.dataset, {})
         run = known.get(_RUNS, {}).get(ledger.terms.run_id, {})
         self._repeated = _merged(_events({"": {"events": run.get(_REPEATED, [])}}))
-        self._own = _merged(charge.event for charge in ledger.charges())
-        self._own -= self._repeated
+        self._own = _spent(ledger) - self._repeated
         self._planned = _merged(planned) | self._own
         check_plan(memory, budget, ledger.terms, planned, reserved)
         if self._own:  # A run that has charged nothing leaves no trace.
@@ -319,7 +318,8 @@ class RememberedLedger:
             after = self._own + _merged(event for event, _ in releases)
             self._check_total(document, after, round_index)
             found.extend(self._ledger.charge_all(releases, round_index=round_index))
-            self._own = after
+            # The ledger may hold one more: of a write that failed half-way.
+            self._own = after | (_spent(self._ledger) - self._repeated)
             return self._note(document)
 
         self._memory.update(DOCUMENT, change)
@@ -391,6 +391,10 @@ class RememberedLedger:
                 epsilon=epsilon,
                 cap=limit,
             )
+
+
+def _spent(ledger: Ledger) -> Counter[_Kind]:
+    return _merged(charge.event for charge in ledger.charges())
 
 
 def _other_runs(

@@ -135,12 +135,12 @@ class _Account:
         self.charges: list[Charge] = []
         self.seq = 0
         self.time = -math.inf
-        self._clock = clock
+        self.clock = clock
         self._curves = {purpose: EpsilonCurve(terms.delta) for purpose in PURPOSES}
 
     def now(self) -> float:
         """The time of the next line: never before the last one's."""
-        now = self._clock.now()
+        now = self.clock.now()
         if now < self.time - CLOCK_TOLERANCE_SECONDS:
             raise ClockWentBackwards(
                 f"the clock of site {self.terms.site!r} shows {_utc(now)}, but its "
@@ -363,15 +363,8 @@ class FileLedger(_LockedLedger):
         self._hash = ledger_format.START
         self._recovered = ""
         self._handle: int | None = None
-        try:
-            self._handle = ledger_files.open_locked(folder)
-            self._begin_or_go_on(anchor)
-        except OSError as error:
-            self.close()
-            raise self._unavailable(error) from error
-        except BaseException:
-            self.close()
-            raise
+        self._is_in_doubt = False
+        self._open(anchor)
 
     @property
     def recovered(self) -> str:
@@ -396,6 +389,39 @@ class FileLedger(_LockedLedger):
 
     def close(self) -> None:
         """Release the ledger to other processes; no more charges follow."""
+        self._is_in_doubt = False
+        self._let_go()
+
+    def _charge(
+        self, releases: Sequence[Release], round_index: int, *, capped: bool = True
+    ) -> tuple[float, ...]:
+        if self._is_in_doubt:
+            self._open_again()
+        return super()._charge(releases, round_index, capped=capped)
+
+    def _open(self, anchor: LedgerAnchor) -> None:
+        try:
+            self._handle = ledger_files.open_locked(self._folder)
+            self._begin_or_go_on(anchor)
+        except OSError as error:
+            self._let_go()
+            raise self._unavailable(error) from error
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _open_again(self) -> None:
+        """Go on after a write failed, with what is in the files by now."""
+        before = self._account
+        self._account = _Account(before.terms, before.clock)
+        try:
+            self._open(before.anchor())
+        except BaseException:
+            self._account = before
+            raise
+        self._is_in_doubt = False
+
+    def _let_go(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
@@ -455,15 +481,17 @@ class FileLedger(_LockedLedger):
         """Steps 1 and 2: after this, and only then, a release may be made."""
         if self._handle is None:
             raise StoreUnavailable(
-                f"{self._path} is closed, perhaps after an error: open it again, so "
-                "that it is checked, before anything is released"
+                f"{self._path} is closed: open it again, so that it is checked, "
+                "before anything is released"
             )
         try:
             ledger_files.append(self._handle, line)
             ledger_files.replace_head(self._folder, seq, digest, self._key)
         except OSError as error:
-            # How much of the line is durable is not known: who opens it next will see.
-            self.close()
+            # How much of the line is durable is not known: the next charge opens the
+            # files again, and counts what is there.
+            self._let_go()
+            self._is_in_doubt = True
             raise self._unavailable(error) from error
         self._hash = digest
 

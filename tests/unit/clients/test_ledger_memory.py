@@ -19,7 +19,12 @@ from clients.privacy.ledger_memory import (
 )
 from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
 from federation.clock import VirtualClock
-from federation.errors import BudgetExceeded, CorruptObject, JobError
+from federation.errors import (
+    BudgetExceeded,
+    CorruptObject,
+    JobError,
+    StoreUnavailable,
+)
 from federation.ids import RunId
 from federation.messages import LedgerAnchor
 from privacy.dp import accountant
@@ -169,6 +174,24 @@ def test_memory_follows_a_ledger_that_is_ahead(tmp_path: Path):
     RememberedLedger(ledger, memory, LifetimeBudget(dataset=NAME)).close()
     assert spent(memory) == of_steps(1)
     assert known_anchor(memory, RunId("run-1")) == LedgerAnchor(train=1)
+
+
+def test_memory_counts_the_line_of_a_charge_that_failed(tmp_path: Path):
+    """The disk took the line and not the head; the next charge finds both."""
+    memory, folder = FileMemory(tmp_path / "memory"), tmp_path / "run"
+    ledger = RememberedLedger(
+        FileLedger(folder, terms(), clock=VirtualClock(1e9)),
+        memory,
+        LifetimeBudget(dataset=NAME),
+    )
+    away = folder.rename(tmp_path / "away")
+    with pytest.raises(StoreUnavailable):
+        ledger.charge(STEP, round_index=1)
+    away.rename(folder)
+    ledger.charge(STEP, round_index=2)
+    ledger.close()
+    assert len(ledger.charges()) == 2
+    assert spent(memory) == pytest.approx(of_steps(2), rel=1e-12)
 
 
 def test_ledger_is_counted_once():

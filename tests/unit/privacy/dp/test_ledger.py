@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -380,17 +381,60 @@ def test_a_ledger_that_was_never_begun_is_begun(tmp_path: Path, left: bytes):
 
 
 def test_what_cannot_be_kept_is_not_released(folder: Path):
-    """A disk that fails: the charge is an error, and so is every later one."""
+    """A disk that fails: the charge is an error, until the disk can be written."""
     ledger = opened(folder)
     away = folder.rename(folder.parent / "away")
-    with pytest.raises(StoreUnavailable, match="nothing is released"):
-        ledger.charge(EVENT, round_index=3)
+    folder.write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="nothing is released"):
+            ledger.charge(EVENT, round_index=3)
+    assert len(ledger.charges()) == 3
+    folder.unlink()
     away.rename(folder)
-    with pytest.raises(StoreUnavailable, match="open it again"):
-        ledger.charge(EVENT, round_index=3)
-    ledger = opened(folder)  # The line was written; it counts.
-    assert len(ledger.charges()) == 4
+    ledger.charge(EVENT, round_index=4)
+    # The line of the first try was written; it counts.
+    assert [each.round_index for each in ledger.charges()] == [0, 1, 2, 3, 4]
     ledger.close()
+    with pytest.raises(StoreUnavailable, match="open it again"):
+        ledger.charge(EVENT, round_index=5)
+    ledger = opened(folder)
+    assert len(ledger.charges()) == 5
+    ledger.close()
+
+
+def test_a_ledger_that_lost_charges_with_its_disk_stays_closed(folder: Path):
+    """What comes back has to hold all that was charged."""
+    ledger = opened(folder)
+    old = {path.name: path.read_bytes() for path in folder.iterdir()}
+    ledger.charge(EVENT, round_index=3)
+    away = folder.rename(folder.parent / "away")
+    with pytest.raises(StoreUnavailable):
+        ledger.charge(EVENT, round_index=4)
+    away.rename(folder)
+    for name, data in old.items():
+        (folder / name).write_bytes(data)
+    for _ in range(2):
+        with pytest.raises(LedgerBehind):
+            ledger.charge(EVENT, round_index=5)
+
+
+def test_a_full_disk_is_tried_again(folder: Path):
+    """A line that was written in part is removed, and the next charge counts."""
+    ledger = opened(folder)
+    kept, small = resource.getrlimit(resource.RLIMIT_FSIZE), 100
+    size = (folder / ledger_files.LEDGER_NAME).stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + small, kept[1]))
+    try:
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable, match="nothing is released"):
+                ledger.charge(EVENT, round_index=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    ledger.charge(EVENT, round_index=4)
+    assert [each.round_index for each in ledger.charges()] == [0, 1, 2, 4]
+    assert "unfinished line" in ledger.recovered
+    ledger.close()
+    assert len(opened(folder).charges()) == 4
 
 
 def test_a_ledger_behind_its_anchor_is_refused(folder: Path, tmp_path: Path):
