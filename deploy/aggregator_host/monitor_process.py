@@ -73,6 +73,8 @@ def serve(
     from monitoring.web import alerts  # noqa: PLC0415
 
     collector = _collector(config, clock)
+    # A long log that another release has written takes minutes, and no scrape waits.
+    threading.Thread(target=collector.look, daemon=True).start()
     delivery = alert_delivery.AlertDelivery(
         places=alert_delivery.places(config.file.alerts),
         path=config.folder / "alerts.json",

@@ -18,6 +18,7 @@ from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_numbers import RunNumbers, SiteNumbers
 
 MAX_RUNS = 20
+WAIT_SECONDS = 0.02  # Of a scrape, for the first look at a log that nobody has left.
 
 Rows = Iterable[tuple[tuple[str, ...], float]]  # Further labels, and the value.
 
@@ -175,20 +176,30 @@ class RunsCollector(Collector):
         """
         self._find, self._never_begun = find, never_begun
         self._known: dict[Path, NumbersReader] = {}
+        self._found: Mapping[str, RunNumbers] = {}
         self._lock = Lock()  # Several scrapes may come at once.
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families of metrics; see ``prometheus_client``."""
         failed = list(self._never_begun().items())[-MAX_RUNS:]
-        found = {**dict(failed), **self.look()}
+        found = {**dict(failed), **self.look(WAIT_SECONDS)}
         yield from (family.of(found) for family in _FAMILIES)
 
-    def look(self) -> Mapping[str, RunNumbers]:
-        """The numbers of the newest runs, by name."""
-        with self._lock:
-            self._known = {
-                run.path: self._known.get(run.path) or NumbersReader(run.events)
-                for run in self._find()[-MAX_RUNS:]
-            }
-            found = {path.name: each.look() for path, each in self._known.items()}
-        return {name: numbers for name, numbers in found.items() if numbers.rounds}
+    def look(self, seconds: float = -1.0) -> Mapping[str, RunNumbers]:
+        """The numbers of the newest runs, by name.
+
+        Args:
+            seconds: How long to wait for another look; after that, what the last one
+                found. Without end by default.
+        """
+        if self._lock.acquire(timeout=seconds):
+            try:
+                self._known = {
+                    run.path: self._known.get(run.path) or NumbersReader(run.events)
+                    for run in self._find()[-MAX_RUNS:]
+                }
+                found = {path.name: each.look() for path, each in self._known.items()}
+                self._found = {name: run for name, run in found.items() if run.rounds}
+            finally:
+                self._lock.release()
+        return self._found

@@ -1,5 +1,6 @@
 """Metrics of runs: the numbers of the view, and a bounded number of series."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,29 @@ def test_numbers_of_another_log_are_not_used(
     for event in events:
         folded.add(event)
     assert found == folded
+
+
+def test_scrape_does_not_wait_for_a_long_log(tmp_path: Path) -> None:
+    """Another thread reads it, which ends after the scrape."""
+    run, reads, scraped = (
+        RunFolder(tmp_path / "job" / "run"),
+        threading.Event(),
+        threading.Event(),
+    )
+    _write(run, event_samples.run(Script(rounds=3)))
+
+    def find() -> list[RunFolder]:
+        if not reads.is_set():
+            reads.set()
+            scraped.wait(5.0)
+        return [run]
+
+    collector = RunsCollector(find)
+    thread = threading.Thread(target=collector.look)
+    thread.start()
+    assert reads.wait(60.0)
+    assert _scrape(collector) == {}
+    scraped.set()
+    thread.join()
+    ended = "crossfed_run_rounds_ended_total", "run", "completed"
+    assert _scrape(collector)[ended] == 3
