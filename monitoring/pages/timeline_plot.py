@@ -83,14 +83,17 @@ def timeline(view: RunView, sites: Sequence[str]) -> Figure | None:
 def starts(rows: Sequence[RoundView]) -> list[float]:
     """When each round begins, in seconds after the first one.
 
-    Where the clock was set back, a round begins when the one before has ended.
+    Where the clock was set back, a round begins when the one before has ended; also
+    after a pause in which nobody worked on the run, beside which rounds would vanish.
     """
-    found, set_back = list[float](), 0.0
+    found, moved = list[float](), 0.0
+    longest = max((row.seconds or 0.0 for row in rows), default=0.0)
     for before, row in zip([None, *rows], rows, strict=False):
-        start = row.started_at - rows[0].started_at + set_back
-        if before is not None and start < found[-1]:
+        start = row.started_at - rows[0].started_at + moved
+        if before is not None:
             end = found[-1] + (before.seconds or 0.0)
-            start, set_back = end, set_back + end - start
+            if not found[-1] <= start <= end + longest:
+                start, moved = end, moved + end - start
         found.append(start)
     return found
 

@@ -241,15 +241,20 @@ def test_task_of_an_earlier_round_stays_inside_the_timeline(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_clock_that_is_set_back_leaves_rounds_in_their_order(tmp_path: Path) -> None:
-    """By an hour between two rounds: bars keep their length, and follow each other."""
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_clock_or_a_pause_leaves_rounds_in_their_order(
+    tmp_path: Path, hours: int
+) -> None:
+    """Set back, or resumed an hour later: bars keep their length, one after another."""
     run = RunFolder(tmp_path)
     events = event_samples.run(Script(rounds=6))
     _write(run, events)
     usual = _page(RunFeed(run))
     run.events.unlink()
     starts = [at for at, e in enumerate(events) if isinstance(e, RoundStarted)]
-    late = [replace(event, at=event.at - 3600.0) for event in events[starts[3] :]]
+    late = [
+        replace(event, at=event.at + 3600.0 * hours) for event in events[starts[3] :]
+    ]
     _write(run, [*events[: starts[3]], *late])
     page = _page(RunFeed(run))
     assert page.timeline is not None
