@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from deploy.aggregator_host import admission, run_queue
@@ -21,6 +22,8 @@ from monitoring.views.result_json import finite
 from monitoring.views.round_view import RUNNING, accuracy_of, loss_of
 from monitoring.views.run_view import INTERRUPTED
 from monitoring.web.app import Action, Shown
+
+MAX_NOTE_CHARS = 300  # A hundred sites may refuse, with a line for each.
 
 
 def summary(run: RunFolder) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def _never_begun(root: Path) -> list[dict[str, Any]]:
             "run_id": one.name,
             "job": one.run.path.parent.name,
             "status": one.status,
-            "note": one.reason,
+            "note": shorten(one.reason, MAX_NOTE_CHARS, placeholder=" ..."),
             "folder": str(one.run.path),
         }
         for one in run_queue.handed_over(root).never_begun

@@ -284,10 +284,12 @@ def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
 def test_run_that_its_sites_refused_is_on_the_page_and_in_the_metrics(tmp_path: Path):
     """It has no events; metrics name it for a day, as alerts do."""
     run, clock = submitted(tmp_path, "a"), VirtualClock(time.time())
-    run_queue.leave_outcome(run, Outcome(code=1, message="site b does not take part"))
+    why = "site b does not take part\n"
+    run_queue.leave_outcome(run, Outcome(code=1, message=why * 100))
     (row,) = run_list.of_aggregator(config(tmp_path), clock).rows()
     assert (row["name"], row["job"], row["status"]) == ("a", "small", "failed")
-    assert row["note"] == "site b does not take part"
+    assert row["note"].startswith("site b does not take part site b")
+    assert len(row["note"]) <= run_list.MAX_NOTE_CHARS
 
     def told() -> dict[str, str]:
         found = monitor_process._collector(config(tmp_path), clock).collect()
