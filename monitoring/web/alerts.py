@@ -191,10 +191,10 @@ def of_caps(
         name: The deployment's.
         used: What is used and the cap, None for no cap, by key of its file.
     """
-    for key, share, words in _reached(used):
+    for key, what, share, words in _reached(used):
         then = "All machines end" if share == 1 else "At 100 % machines end"
         yield Alert(
-            key=f"{name}/{key}/{share}",
+            key=f"{name}/{what}",
             text=f"deployment {name} {words}. {then}, and the run can be resumed: "
             f"raise {key} in the deployment file, and run crossfed up --keep again.",
         )
@@ -210,10 +210,10 @@ def of_quotas(
         used: What all runs have used and may use, None for what is not known or not
             limited, by quota.
     """
-    for key, share, words in _reached(used):
+    for key, what, share, words in _reached(used):
         then = "Its runs wait" if share == 1 else "At 100 % its runs wait"
         yield Alert(
-            key=f"owner {owner}/{key}/{share}",
+            key=f"owner {owner}/{what}",
             text=f"owner {owner} {words}. {then}, until you raise it: crossfed "
             f"aggregator owners add {owner} --quota {key}=...",
         )
@@ -221,14 +221,17 @@ def of_quotas(
 
 def _reached(
     used: Mapping[str, tuple[float | None, float | None]],
-) -> Iterator[tuple[str, float, str]]:
-    """What is nearly or all used: its key, the larger share, and words."""
+) -> Iterator[tuple[str, str, float, str]]:
+    """What is nearly or all used: its key, for the alert's, the larger share, words.
+
+    A cap that was raised is another cause, told again however soon it is reached.
+    """
     for key, (spent, cap) in used.items():
         reached = [s for s in BUDGET_SHARES if spent and cap and spent >= s * cap]
         if spent and cap and reached:
             amount = f"{spent:,.2f}" if cap >= 1 else f"{spent:.3g}"
             words = f"has used {amount} of {key} = {cap:g} ({spent / cap:.0%})"
-            yield key, reached[0], words
+            yield key, f"{key}/{cap:g}/{reached[0]}", reached[0], words
 
 
 def of_host(facts: HostFacts, now: float) -> Iterator[Alert]:

@@ -268,7 +268,7 @@ def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
         at = 3600 * hours + 0.1
         found = monitor_process._of_runs(config(tmp_path), collector, at)
         keys = {alert.key for alert in found if alert.key.startswith("owner")}
-        assert keys == ({f"owner ann/site_hours/{key}"} if key else set())
+        assert keys == ({f"owner ann/site_hours/1.5/{key}"} if key else set())
     assert not order(tmp_path, {7: RUNNING}, 1800.1).plan().pause
     plan = order(tmp_path, {7: RUNNING}, 3600.1).plan()
     assert plan.pause == ["a"]

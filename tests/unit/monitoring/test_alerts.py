@@ -227,6 +227,16 @@ def test_small_quota_is_not_rounded_to_nothing() -> None:
     assert "0.00065 of" in alert.text
 
 
+def test_cap_that_was_raised_is_another_cause() -> None:
+    """So that its 80 % are told, too, within the hour after those of the first."""
+    keys = {
+        alert.key
+        for cap in (4.0, 5.0)
+        for alert in alerts.of_caps("fed", {"max_hours": (0.9 * cap, cap)})
+    }
+    assert len(keys) == 2
+
+
 def test_host() -> None:
     """Little room, certificates that end, and keys in foreign hands."""
     well = HostFacts(
