@@ -246,13 +246,15 @@ def check_submission(
     """
     found = owners.read(config.folder).find(owner)
     runs = run_queue.handed_over(config.runs).runs
-    used = Usage()
+    used, reserved = Usage(), 0.0
     if found and found.quota != Usage():
+        reserved = sum(_epsilon_left(one) for one in runs if one.request.owner == owner)
         priced = found.quota.dollars is not None
         used = usage(config, runs, owner, now, priced=priced)
         if _prices(config, job) is None:
             used = replace(used, dollars=None)
-    owners.check_submission(found, owner, priority, job, used)
+    known = owners.check_submission(found, owner, priority, used)
+    owners.check_epsilon(known, job, used, reserved)
     return owner
 
 
@@ -276,6 +278,15 @@ def usage(
         epsilon=sum(each.epsilon for each in measured),
         dollars=sum(known) if len(known) == len(prices) else None,
     )
+
+
+def _epsilon_left(one: QueuedRun) -> float:
+    """What a run that has not ended may still spend, or two could exceed a quota."""
+    if one.outcome is not None:
+        return 0.0
+    private = one.run.read_spec().privacy.differential_privacy
+    target = (private.target_epsilon or 0.0) if private.enabled else 0.0
+    return max(0.0, target - run_notes.read(one.run.events).epsilon)
 
 
 def _prices(config: AggregatorConfig, job: JobSpec) -> Speeds | None:

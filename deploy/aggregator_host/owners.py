@@ -157,15 +157,14 @@ def exceeded(owner: Owner, used: Usage) -> str:
 
 
 def check_submission(
-    owner: Owner | None, name: str, priority: int, job: JobSpec, used: Usage
-) -> None:
-    """Refuse a run that its owner may not have.
+    owner: Owner | None, name: str, priority: int, used: Usage
+) -> Owner:
+    """Refuse a run that its owner may not have; return the owner.
 
     Args:
         owner: As it is known; None if it is not.
         name: As it was asked for.
         priority: That of the run.
-        job: What is to be run.
         used: By all runs of the owner.
 
     Raises:
@@ -182,12 +181,30 @@ def check_submission(
         raise JobError(f"owner {name!r} may ask for {allowed}", key="--priority")
     if fault := exceeded(owner, used):
         raise JobError(fault, key="--owner")
+    return owner
+
+
+def check_epsilon(owner: Owner, job: JobSpec, used: Usage, reserved: float) -> None:
+    """Refuse a job that its owner's quota of epsilon has no room for.
+
+    Args:
+        owner: Whose job it is.
+        job: What is to be run.
+        used: By all runs of the owner.
+        reserved: Epsilon that those of them may still spend that have not ended.
+
+    Raises:
+        JobError: It does not fit.
+    """
     private, limit = job.privacy.differential_privacy, owner.quota.epsilon
-    planned = private.target_epsilon or 0.0
-    if private.enabled and limit is not None and (used.epsilon or 0) + planned > limit:
+    if not private.enabled or limit is None:
+        return
+    spent = used.epsilon or 0.0
+    if spent + reserved + (private.target_epsilon or 0.0) > limit:
+        open_runs = f", and its open runs may spend {reserved:.4g}" if reserved else ""
         raise JobError(
-            f"owner {name!r} has used epsilon {used.epsilon or 0:.4g} of {limit:g} "
-            "(quota epsilon): no run with this target fits",
+            f"owner {owner.name!r} has used epsilon {spent:.4g} of {limit:g}"
+            f"{open_runs} (quota epsilon): no run with this target fits",
             key="privacy.differential_privacy.target_epsilon",
         )
 

@@ -487,6 +487,21 @@ def test_what_no_quota_fits_is_refused_when_it_is_submitted(tmp_path: Path):
     with pytest.raises(JobError, match=r"quota epsilon") as refused:
         check(tmp_path, "ann", epsilon=3.1)
     assert refused.value.key == "privacy.differential_privacy.target_epsilon"
+    # A run that has not ended may still spend all that it plans.
+    private = {"unit": "record", "target_epsilon": 2.0}
+    job = small_job(
+        num_sites=2,
+        aggregation={"weights": "uniform"},
+        privacy={"differential_privacy": private},
+    )
+    run = RunFolder(tmp_path / "runs" / "small" / "a")
+    run_queue.submit(job, run, at=1.0, owner="ann")
+    with pytest.raises(JobError, match=r"open runs may spend 2\b"):
+        check(tmp_path, "ann", epsilon=1.1)
+    assert check(tmp_path, "ann", epsilon=1.0) == "ann"
+    assert check(tmp_path, "ann") == "ann"
+    run_queue.leave_outcome(run, Outcome(code=1, message="failed"))
+    assert check(tmp_path, "ann", epsilon=3.0) == "ann"
     nothing = replace(made, quota=Usage(gigabytes=0.0))
     owners.change(tmp_path, "ann", lambda before: replace(nothing, token=before.token))  # type: ignore[union-attr]
     with pytest.raises(JobError, match=r"0 of 0 GB"):
