@@ -111,9 +111,11 @@ class RunRecord:
                 self._reader.look()
                 if self._reader.tail.damaged:
                     self.run.read_events()  # Says where.
+                self._records.insert(0, log)
                 numbers = NumbersReader(self.run.events)
-                numbers.look()
-                self._records = [log, numbers.take, *self._records]
+                if numbers.is_near_the_end:  # Or a monitor reads it: no run waits.
+                    numbers.look()
+                    self._records.insert(1, numbers.take)
             yield
 
     def emit(self, event: Event) -> None:

@@ -34,6 +34,12 @@ class NumbersReader:
             self._numbers = RunNumbers.restored(found["numbers"])
         self._saved = self._tail.place[0]
 
+    @property
+    def is_near_the_end(self) -> bool:
+        """Whether what is left to read takes less than a second."""
+        unread = self._log.stat().st_size - self._tail.place[0]
+        return unread < fold_cache.WORTH_BYTES
+
     def look(self) -> RunNumbers:
         """Read what was written since; return the numbers."""
         with no_collection():

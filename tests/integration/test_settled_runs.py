@@ -1,5 +1,6 @@
 """A long run leaves what its rounds came to, and nobody can tell from its numbers."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support.without_report import simulate
 from federation.errors import CorruptObject
 from federation.event_log import EventWriter
 from monitoring.pages.plots import draw_all
-from monitoring.runs import fold_cache, run_reader
+from monitoring.runs import fold_cache, numbers_reader, run_reader
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_reader import RunReader
 from monitoring.views import run_fold
@@ -84,6 +85,25 @@ def test_resumed_run_goes_on_from_what_was_left(tmp_path: Path) -> None:
             cached.write_bytes((other / run_reader.NAME).read_bytes())
         simulate(job, folder=run.path, resume=True)
         assert result(_settled(run).fold.view()) == result(run.view()), name
+
+
+def test_run_that_goes_on_reads_no_long_log_for_its_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine they are not there; the monitor reads it, if there is one."""
+    monkeypatch.setattr(numbers_reader, "ROUND_BYTES", 1)
+    left = tmp_path / numbers_reader.NAME
+    job = small_job(num_sites=3, rounds=8)
+    for is_long in (True, False):
+        simulate(job, folder=tmp_path)
+        assert left.exists()
+        left.unlink()
+        lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
+        (tmp_path / "events.jsonl").write_bytes(b"".join(lines[: len(lines) // 2]))
+        monkeypatch.setattr(fold_cache, "WORTH_BYTES", 1 if is_long else 1 << 20)
+        simulate(job, folder=tmp_path, resume=True)
+        assert left.exists() is not is_long
+        shutil.rmtree(tmp_path)
 
 
 def test_damaged_line_keeps_a_run_from_being_resumed(tmp_path: Path) -> None:
