@@ -5,8 +5,11 @@ is none.
 """
 
 import http.client
+import socket
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
+from threading import Event, Timer
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -50,7 +53,20 @@ def ask(
         )
     else:
         connection = http.client.HTTPConnection(parts.netloc, timeout=REQUEST_SECONDS)
+    late = Event()
+
+    def cut(line: socket.socket) -> None:
+        late.set()
+        with suppress(OSError):  # It has ended.
+            # Below TLS, whose own method would disturb the thread that reads.
+            socket.socket.shutdown(line, socket.SHUT_RDWR)
+
+    # The timeout is that of each byte: whoever sends one now and then must end, too.
+    timer: Timer | None = None
     try:
+        connection.connect()
+        timer = Timer(REQUEST_SECONDS, cut, [connection.sock])
+        timer.start()
         path = parts._replace(scheme="", netloc="", fragment="").geturl() or "/"
         connection.request(method, path, body, dict(headers or {}))
         response = connection.getresponse()
@@ -60,7 +76,13 @@ def ask(
             f"{parts.netloc} cannot be reached: {error}"
         ) from error
     finally:
+        if timer is not None:
+            timer.cancel()
         connection.close()
+    if late.is_set():
+        raise PlatformUnavailable(
+            f"{parts.netloc} does not end its answer within {REQUEST_SECONDS:g} s"
+        )
     if len(answer) > max_bytes:
         raise PlatformUnavailable(
             f"{parts.netloc} answers with more than {max_bytes} bytes"

@@ -1,8 +1,10 @@
 """Alerts reach each place once, whatever fails."""
 
+import contextlib
 import json
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cloud_adapters.net import short_requests
 from cloud_adapters.net.ports import free_port
 from deploy.aggregator_host.alert_delivery import (
     MAX_ATTEMPTS,
@@ -242,6 +245,33 @@ def test_webhook_gets_json() -> None:
         with pytest.raises(FederationError, match="403") as raised:
             send("hello")
         assert "secret" not in str(raised.value)
+
+
+class _SlowHook(_Hook):
+    """Sends a byte of its answer now and then."""
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "1000")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(200):
+                self.wfile.write(b"x")
+                self.wfile.flush()
+                time.sleep(0.05)
+
+
+def test_webhook_that_never_ends_its_answer_keeps_no_other_place_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(short_requests, "REQUEST_SECONDS", 0.3)
+    server = _HookServer(("127.0.0.1", 0), _SlowHook)
+    with _served(server) as place:
+        ((_, send),) = places([AlertSpec(webhook=f"http://{place}/x")]).items()
+        began = time.monotonic()
+        with pytest.raises(FederationError, match="does not end"):
+            send("hello")
+        assert time.monotonic() - began < 5.0
 
 
 def test_email_is_sent() -> None:
