@@ -5,7 +5,12 @@ from dataclasses import dataclass
 
 from federation.events import SiteAnswered, SiteFailed
 from federation.messages import FailureKind
-from monitoring.units import format_bytes, format_duration, format_fraction
+from monitoring.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_fraction,
+)
 
 _NAMED, _LEAST_NAMED = 3, 0.05  # Sites that words name: how many, with which share.
 
@@ -112,8 +117,9 @@ class Participation:
         tasks, wasted, seconds = self.surplus
         if tasks:
             yield (
-                f"{tasks:,} tasks were not needed, since others had answered "
-                f"before: {format_bytes(wasted)}, {format_duration(seconds)} of sites"
+                f"{format_count(tasks, 'task')} {'was' if tasks == 1 else 'were'} "
+                "not needed, since others had answered before: "
+                f"{format_bytes(wasted)}, {format_duration(seconds)} of sites"
             )
         if self.fairness is not None:
             counts = self.counts.values()

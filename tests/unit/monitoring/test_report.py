@@ -201,6 +201,18 @@ def test_confusion_matrix_with_noise_has_shares_of_0_to_1():
     assert 0 < found["mean_iou"] < found["macro_f1"] < 1
 
 
+def test_run_in_virtual_time_names_no_date():
+    """It counts from 0, which would be a day of 1970."""
+    events = event_samples.two_sites(1)
+    for engine, is_dated in (("inproc", True), ("virtual", False)):
+        changed = [
+            replace(event, engine=engine) if isinstance(event, RunStarted) else event
+            for event in events
+        ]
+        page = page_with(fold(changed))
+        assert ("<b>started</b>" in page) is is_dated
+
+
 def test_secure_run_shows_sums_only():
     """The header says so; the key of the curves names no site, the tables do."""
     view, page = fold(RUNS["secure"]), page_of("secure")

@@ -218,6 +218,19 @@ def test_curve_of_a_restored_backup_is_cut(tmp_path: Path) -> None:
     assert len(known) == 6
 
 
+def test_run_that_was_stopped_has_not_ended(tmp_path: Path) -> None:
+    """One that makes way for another goes on later."""
+    run, events = RunFolder(tmp_path), event_samples.run(Script(rounds=2))
+    assert isinstance(events[-1], RunFinished)
+    said = {}
+    for status in ("interrupted", "completed"):
+        run.events.unlink(missing_ok=True)
+        _write(run, [*events[:-1], replace(events[-1], status=status)])
+        said[status] = _page(RunFeed(run)).sections["now"]
+    assert "has ended" in said["completed"]
+    assert "has ended" not in said["interrupted"]
+
+
 def test_task_of_an_earlier_round_stays_inside_the_timeline(tmp_path: Path) -> None:
     """In a buffered run; and a task that nobody needed has not failed."""
     run = RunFolder(tmp_path)
