@@ -81,7 +81,7 @@ class RunReader:
             while self.is_behind and time.thread_time() < end:
                 has_news |= self._look()
             self.fold.settle()
-        self._save()
+        self._save(self._saved + fold_cache.WORTH_BYTES)
         return has_news
 
     def take(self, event: Event) -> None:
@@ -94,19 +94,14 @@ class RunReader:
             self._read_again()
         if isinstance(event, RoundFinished | RunFinished):
             self._drain()
-            self._leave(is_last=isinstance(event, RunFinished))
-
-    def _leave(self, *, is_last: bool) -> None:
-        if self._path is None:
-            return
-        # Only a cache: who writes the log says what is wrong with it.
-        with contextlib.suppress(OSError):
-            size = self._path.stat().st_size
-            worth = self._saved + fold_cache.WORTH_BYTES
-            if size >= (fold_cache.WORTH_BYTES if is_last else worth):
-                self.fold.settle()
-                self.tail.skip()
-                self._save(0 if is_last else fold_cache.WORTH_BYTES)
+            is_last = isinstance(event, RunFinished)
+            least = fold_cache.WORTH_BYTES + (0 if is_last else self._saved)
+            # Only a cache: who writes the log says what is wrong with it.
+            with contextlib.suppress(OSError):
+                if self._path and self._path.stat().st_size >= least:
+                    self.fold.settle()
+                    self.tail.skip()
+                    self._save(0)
 
     def _look(self) -> bool:
         was_gone, events = self.tail.is_gone, self.tail.block()
@@ -135,11 +130,10 @@ class RunReader:
         self.log += self._text.getvalue().splitlines()
         self._text.truncate(self._text.seek(0))
 
-    def _save(self, worth: int | None = None) -> None:
-        """Leave what was read for whoever comes next."""
-        worth = fold_cache.WORTH_BYTES if worth is None else worth
+    def _save(self, least: int) -> None:
+        """Leave what was read for whoever comes next, if it is so many bytes."""
         offset, mark = self.tail.place
-        if offset < self._saved + worth or not self.fold.has_started or not self._path:
+        if offset < least or not self.fold.has_started or not self._path:
             return
         self._saved = offset
         state, events = self.fold.kept()
