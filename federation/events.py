@@ -675,9 +675,11 @@ class Warned(RunEvent):
     Attributes:
         at: When.
         message: What it is, in one line.
+        awaited: Sites that a round waits for from now on, before it asks any.
     """
 
     message: str
+    awaited: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,9 +183,10 @@ class DeployedRun:
             spares=True,
         )
 
-    def warn(self, text: str) -> None:
+    def warn(self, text: str, awaited: Sequence[str] = ()) -> None:
         """Note something for people."""
-        self._record.emit(Warned(at=self._clock.now(), message=text))
+        event = Warned(at=self._clock.now(), message=text, awaited=tuple(awaited))
+        self._record.emit(event)
 
     def revoked(self) -> frozenset[SiteId]:
         """Sites whose keys in the run's roster are revoked by now."""
@@ -208,7 +209,7 @@ class DeployedRun:
             )
             if found.revoked:
                 text += f"; revoked: {', '.join(found.revoked)}"
-            self.warn(text)
+            self.warn(text, found.missing)
 
     def failed(self, error: QuorumNotMet) -> QuorumNotMet:
         """The error; where revoked sites forbid to resume, with that as its advice."""

@@ -155,7 +155,7 @@ TABLE: Mapping[str, Rows] = {
         (PUBLIC, _SITES): "at site",
         (SUMMED, _SITES): "counts sums squares histograms categories",
     },
-    "Warned": {(PUBLIC, _SUMS): "at message"},
+    "Warned": {(PUBLIC, _SUMS): "at message", (PUBLIC, _SITES): "awaited"},
     "ModelSelected": {
         (PUBLIC, _SUMS): "at round_index model models metric best_round stopped_early",
         (RESULTS, _SUMS): "best_score",

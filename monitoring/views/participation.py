@@ -1,6 +1,6 @@
 """Who took part in a run, and who kept others waiting: from its events."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from federation.events import SiteAnswered, SiteFailed
@@ -34,7 +34,10 @@ def jain_index(counts: Sequence[int]) -> float | None:
     return sum(counts) ** 2 / (len(counts) * squares) if squares else None
 
 
-def waited(reports: Iterable[SiteAnswered | SiteFailed]) -> Mapping[str, float]:
+def waited(
+    reports: Iterable[SiteAnswered | SiteFailed],
+    awaited: Sequence[tuple[float, Collection[str]]] = (),
+) -> Mapping[str, float]:
     """Site-seconds of one round that its sites waited for each of them.
 
     A site waits from its answer until the last one of the round. While several are
@@ -43,21 +46,35 @@ def waited(reports: Iterable[SiteAnswered | SiteFailed]) -> Mapping[str, float]:
 
     Args:
         reports: What became of the round's tasks.
+        awaited: Sites that had gone, and for which the others waited until the round
+            asked them: from which second on, in order.
 
     Returns:
         Seconds by site; together as much as all sites waited.
     """
+    tasks = [each for each in reports if is_task(each)]
     ends = sorted(
-        (report.answered_seconds, report.site, isinstance(report, SiteAnswered))
-        for report in reports
-        if isinstance(report, SiteAnswered) or report.kind not in _ASIDE
+        (each.answered_seconds, each.site, isinstance(each, SiteAnswered))
+        for each in tasks
     )
     found, share, before, waiting = dict[str, float](), 0.0, 0.0, 0
     for index, (seconds, site, answers) in enumerate(ends):
         share += waiting * (seconds - before) / (len(ends) - index)
         found[site] = found.get(site, 0.0) + share
         before, waiting = seconds, waiting + answers
+    asked = min((each.asked_seconds for each in tasks), default=0.0)
+    untils = [*(begin for begin, _ in awaited[1:]), asked]
+    for (begin, gone), until in zip(awaited, untils, strict=False):
+        others = len({each.site for each in tasks}.difference(gone))
+        for site in gone:
+            share = others * max(0.0, until - begin) / len(gone)
+            found[site] = found.get(site, 0.0) + share
     return found
+
+
+def is_task(report: SiteAnswered | SiteFailed) -> bool:
+    """Whether a report is of a task of its own round that was needed."""
+    return isinstance(report, SiteAnswered) or report.kind not in _ASIDE
 
 
 def surplus(reports: Iterable[SiteAnswered | SiteFailed]) -> tuple[int, int, float]:

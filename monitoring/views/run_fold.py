@@ -94,6 +94,7 @@ class _RoundNotes:
     saved: CheckpointSaved | None = None
     work: LocalWorkChosen | None = None
     waited: Mapping[str, float] = field(default_factory=dict)
+    awaited: list[tuple[float, tuple[str, ...]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +230,7 @@ class RunFold:
                 self._extended.append(event)
                 self._newest.pop(RunFinished, None)  # It was not the end.
             case Warned() | CheckpointSkipped() | SiteSummed():
-                self._remarks.append(event)
+                self._remark(event)
             case StoreUsed():
                 self._use(event)
             case _ if isinstance(event, _NEWEST):
@@ -252,8 +253,16 @@ class RunFold:
             case _ if type(event) in _ONCE:
                 setattr(known, _ONCE[type(event)], event)
         if isinstance(event, RoundFinished):
-            known.waited = waited(known.reports)
+            known.waited = waited(known.reports, known.awaited)
         self._charge(event)
+
+    def _remark(self, event: Warned | CheckpointSkipped | SiteSummed) -> None:
+        self._remarks.append(event)
+        if not (isinstance(event, Warned) and event.awaited):
+            return
+        known = self._rounds.get(self._last_round)
+        if known is not None and known.began and not known.ended:
+            known.awaited.append((event.at - known.began.at, event.awaited))
 
     def view(self) -> RunView:
         """The view so far.

@@ -19,6 +19,7 @@ from federation.messages import (
     PrivacySpent,
     Resources,
 )
+from monitoring.views.participation import is_task
 from monitoring.views.round_view import accuracy_of, loss_of, without_copies
 
 # A site may claim any number, and a page has to show it.
@@ -103,7 +104,8 @@ def site_view(
         share=share,
         bytes_up=up + sum(part.bytes_up for part in (*reports, *measured)),
         bytes_down=down + sum(part.bytes_down for part in (*reports, *measured)),
-        seconds=sum(r.answered_seconds - r.asked_seconds for r in reports),
+        # Answers to earlier rounds were counted there, until the deadline.
+        seconds=sum(r.answered_seconds - r.asked_seconds for r in reports if _took(r)),
         answered=len(answers),
         used=total([a.resources for a in answers if a.resources is not None]),
         examples=answers[-1].num_examples if answers else None,
@@ -113,6 +115,12 @@ def site_view(
         failures=failed,
         num_failures=len(failed),
     )
+
+
+def _took(report: SiteAnswered | SiteFailed) -> bool:
+    if isinstance(report, SiteAnswered) or is_task(report):
+        return True
+    return report.kind is FailureKind.SURPLUS and report.bytes_down > 0
 
 
 def failures(reports: Iterable[SiteAnswered | SiteFailed]) -> tuple[SiteFailed, ...]:

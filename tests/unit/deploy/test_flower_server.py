@@ -173,7 +173,7 @@ def test_a_run_that_waits_for_a_killed_site_says_so(
     (warned,) = heard
     assert isinstance(warned, Warned)
     text = "round 7 waits up to 1 min 00 s for site-1, which is disconnected"
-    assert warned.message == text
+    assert (warned.message, warned.awaited) == (text, gone)
     assert away(run) == ["site-1 (not connected: round 7 waits)"]
     deployed.note_connected(Connected(there=(*there, *gone), missing=(), seconds=0.0))
     assert (len(heard), away(run)) == (1, [])

@@ -1,6 +1,7 @@
 """Who took part in a run, and who made others wait."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -44,6 +45,18 @@ def failed(site: str, seconds: float, kind: str = "deadline") -> SiteFailed:
 def test_a_single_slow_site_is_the_cause_of_all_waiting():
     found = waited([answered("a", 1.0), answered("b", 1.0), answered("c", 4.0)])
     assert found == {"a": 0.0, "b": 0.0, "c": 6.0}
+
+
+def test_a_site_that_a_round_waits_for_before_it_asks_is_the_cause():
+    """Nobody has a task meanwhile; once one is back, the others wait for the rest."""
+    reports = [
+        replace(answered(site, end), asked_seconds=90.0)
+        for site, end in (("a", 91.0), ("b", 92.0), ("c", 92.0))
+    ]
+    late = failed("c", 89.0, "late")
+    found = waited([late, *reports], [(1.0, ("b", "c")), (31.0, ("c",))])
+    # For half a minute a alone waits for two, then a and b for one.
+    assert found == {"a": 0.0, "b": 15.0 + 0.5, "c": 15.0 + 2 * 59.0 + 0.5}
 
 
 def test_shares_are_shapley_values_of_the_time_that_sites_waited():

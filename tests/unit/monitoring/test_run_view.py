@@ -19,6 +19,7 @@ from federation.events import (
     SiteFailed,
     SitesLeftOut,
     StepTaken,
+    Warned,
 )
 from federation.messages import FailureKind, MetricSums
 from monitoring.terminal import outcome
@@ -105,6 +106,51 @@ def test_answer_that_came_twice_is_no_failure_of_its_site():
     view = fold(events)
     assert view.failures == (refused,)
     assert [each.num_failures for each in view.sites] == [0, 1]
+
+
+def test_answers_to_earlier_rounds_take_none_of_their_sites_time():
+    """They were at work until the deadline, and that is counted there."""
+    events = event_samples.two_sites(2)
+    at = next(i for i, e in enumerate(events) if isinstance(e, SiteAnswered))
+    answer = events[at]
+    assert isinstance(answer, SiteAnswered)
+    late = SiteFailed(
+        at=answer.at,
+        round_index=answer.round_index,
+        site=answer.site,
+        kind=FailureKind.LATE,
+        message="answered round 0 in round 1",
+        asked_seconds=0.0,
+        answered_seconds=86.0,
+        bytes_down=0,
+        bytes_up=9,
+    )
+    before, after = fold(events), fold([*events[:at], late, *events[at:]])
+    assert [s.seconds for s in after.sites] == [s.seconds for s in before.sites]
+
+
+def test_a_run_that_waits_for_a_site_that_has_gone_says_for_whom():
+    """Before it asks any, from the warning to the first question."""
+    events = [
+        replace(e, engine="deployed") if isinstance(e, RunStarted) else e
+        for e in event_samples.two_sites(1)
+    ]
+    begun = next(e for e in events if isinstance(e, RoundStarted))
+    gone, other = begun.cohort
+    told = Warned(at=begun.at + 1.0, message="round 1 waits", awaited=(gone,))
+    later = [
+        replace(e, asked_seconds=61.0, answered_seconds=61.0)
+        if isinstance(e, SiteAnswered)
+        else e
+        for e in events
+    ]
+    before = fold(later).participation
+    where = events.index(begun) + 1
+    after = fold([*later[:where], told, *later[where:]]).participation
+    more = after.waited[gone] - before.waited.get(gone, 0.0)
+    assert more == pytest.approx(60.0)
+    assert after.waited.get(other) == before.waited.get(other)
+    assert (after.share or 0.0) > (before.share or 0.0)
 
 
 def test_sites_follow_the_rounds():
