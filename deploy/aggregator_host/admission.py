@@ -17,9 +17,7 @@ from deploy.aggregator_host.owners import Owner, Owners, Usage
 from deploy.aggregator_host.run_queue import Queue, QueuedRun
 from deploy.aggregator_host.scheduler import Candidate, Plan, Rules, Share, Wait
 from federation.errors import FederationError, JobError
-from federation.events import (
-    RunStarted,
-)
+from federation.events import RoundFinished, RunStarted
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.job.statistics_checks import planned_rounds
@@ -414,6 +412,7 @@ def _candidate(
         since=request.since or request.at,
         sites=frozenset(request.sites),
         begun=None if before is None else before.begun,
+        is_fruitless=before is not None and not _ended_rounds(one, before.begun),
         holds=works,
         refused=refused,
         round_seconds=0.0 if pace is None else pace.round_seconds,
@@ -457,6 +456,12 @@ def _pace(one: QueuedRun, now: float) -> Pace | None:
         after=max(0.0, one.ended(now) - last) if is_over and last else 0.0,
         last=last,
     )
+
+
+def _ended_rounds(one: QueuedRun, since: float) -> bool:
+    progress = reversed(run_notes.progress(one.run.events))
+    last = next((e for e in progress if isinstance(e, RoundFinished)), None)
+    return last is not None and last.at >= since
 
 
 def _paces(runs: Sequence[QueuedRun], now: float) -> Mapping[str, Pace]:

@@ -5,7 +5,8 @@ ranked, and slots are given in that order:
 
 1. by level: the priority, raised by one for each ``age_seconds`` that a run has waited,
    up to the highest that is asked for. So a low priority waits, and never for ever;
-2. of one level, a run within its time slice: each turn is at least that long;
+2. of one level, a run within its time slice: each turn is at least that long, and at
+   least one round, or runs whose start takes as long would get nowhere;
 3. then by the owner's virtual time, the site-seconds used divided by the weight, as in
    stride scheduling [Waldspurger and Weihl, 1995, section 2]. A run that waits counts
    with the slice that it would use, so that turns do not change for a trifle;
@@ -69,6 +70,7 @@ class Candidate:
         since: When it began to wait for its turn, also if the turn has begun by now.
         sites: Where it needs a slot.
         begun: When its turn began; None while it waits.
+        is_fruitless: Whether no round has ended in its turn so far.
         holds: Whether a coordinator works on it: it takes up its slots.
         refused: Why it may not work, whatever is free; empty if it may.
         seconds_left: How long it will still work; None if that is not known.
@@ -84,6 +86,7 @@ class Candidate:
     since: float
     sites: frozenset[str]
     begun: float | None = None
+    is_fruitless: bool = False
     holds: bool = False
     refused: str = ""
     seconds_left: float | None = None
@@ -179,7 +182,9 @@ def forecast(
     It plays the plan forward, looking whenever a run of known length ends, and a few
     times in each slice; a run behind one of unknown length has no entry.
     """
-    left, found, at = list(candidates), dict[str, float](), now
+    # Whatever has not worked yet will have by the end of its slice.
+    left = [replace(one, is_fruitless=False) for one in candidates]
+    found, at = dict[str, float](), now
     shares = dict(shares)
     waiting = {one.name for one in left if not (one.holds or one.refused)}
     for _ in range(_MOST_STEPS):
@@ -236,7 +241,9 @@ def _ranked(
     top = max((one.priority for one in found if not one.refused), default=0)
 
     def rank(one: Candidate) -> tuple[int, bool, float, bool, float, str]:
-        in_slice = one.begun is not None and now - one.begun < rules.slice_seconds
+        in_slice = one.begun is not None and (
+            now - one.begun < rules.slice_seconds or one.is_fruitless
+        )
         level = one.priority
         if one.begun is None or in_slice:
             waited = (now if one.begun is None else one.begun) - one.since

@@ -435,6 +435,19 @@ def test_run_waits_for_memory_that_its_job_states_or_sites_have_reported(
     assert waits() == {}
 
 
+def test_a_turn_lasts_until_a_round_has_ended(tmp_path: Path):
+    """Whatever its start takes: two runs would start in turn, and neither work."""
+    runs = [submitted(tmp_path, name, owner=name) for name in "ab"]
+    started(runs[0], 100.0)
+    assert not order(tmp_path, {7: RUNNING}, 1000.0, slice_seconds=20.0).plan().pause
+    noted(runs[0], 1000.0)
+    events = [e for e in event_samples.two_sites(1) if isinstance(e, RoundFinished)]
+    lines = [f"{to_line(replace(event, at=900.0))}\n" for event in events]
+    runs[0].events.write_text(runs[0].events.read_text() + "".join(lines))
+    plan = order(tmp_path, {7: RUNNING}, 1000.0, slice_seconds=20.0).plan()
+    assert plan.pause == ["a"]
+
+
 def test_what_a_run_still_takes_follows_its_rounds_and_not_its_start(tmp_path: Path):
     """Rounds of 3 s, the first of 10, that began 20 s after the coordinator."""
     sample = event_samples.two_sites(2)
