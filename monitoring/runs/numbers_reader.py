@@ -28,10 +28,11 @@ class NumbersReader:
             log: The run's ``events.jsonl``.
         """
         self._log, self._tail, self._numbers = log, EventTail(log), RunNumbers()
-        found = fold_cache.read(log.with_name(NAME))
-        if found is not None:
-            self._tail.go_to(found["offset"], found["mark"])
+        found = fold_cache.read(log.with_name(NAME)) or {}
+        # What another version of the code has left is read again.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             self._numbers = RunNumbers.restored(found["numbers"])
+            self._tail.go_to(found["offset"], found["mark"])
         self._saved = self._tail.place[0]
 
     @property

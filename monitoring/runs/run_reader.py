@@ -9,8 +9,9 @@ import io
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from federation.event_log import from_line, no_collection, to_line
 from federation.events import Event, RoundFinished, RunFinished
@@ -46,17 +47,24 @@ class RunReader:
         self.tail = EventTail(log or Path())
         self._known: Sequence[int] = ()  # Rounds with which coordinators begin.
         self._forget()
-        found = None if log is None else fold_cache.read(log.with_name(NAME))
-        if found is not None:
-            for event in map(from_line, found["events"]):
-                if event is not None:
-                    self._add(event)
-            self.fold.restore(decode(found["state"], FoldState, where=NAME))
-            self.log.extend(found["log"])
-            self._text.truncate(self._text.seek(0))
-            self.tail.go_to(found["offset"], found["mark"])
-            self.tail.damaged, self.tail.damage = found["damaged"], found["damage"]
+        if log is not None:
+            # What another version of the code has left is read again.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self._restore(fold_cache.read(log.with_name(NAME)) or {})
         self._saved = self.tail.place[0]
+
+    def _restore(self, found: Mapping[str, Any]) -> None:
+        state = decode(found["state"], FoldState, where=NAME)
+        events = [from_line(line) for line in found["events"]]
+        place = found["offset"], found["mark"]
+        self.tail.damaged, self.tail.damage = found["damaged"], found["damage"]
+        self.log.extend(found["log"])
+        for event in events:
+            if event is not None:
+                self._add(event)
+        self.fold.restore(state)
+        self._text.truncate(self._text.seek(0))
+        self.tail.go_to(*place)
 
     def _forget(self, first_rounds: Sequence[int] = ()) -> None:
         self.fold = RunFold()

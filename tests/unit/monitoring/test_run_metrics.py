@@ -151,7 +151,9 @@ def test_numbers_of_another_log_are_not_used(
     body = damaged.partition(b"\n")[2]
     older = body.replace(b'"release": "', b'"release": "0')
     stale = fold_cache._seal(older) + older
-    for content in (own, foreign, own[:-20], damaged, stale, b"", b"{}\n{}"):
+    strange = own.partition(b"\n")[2].replace(b'"worse"', b'"worst"')
+    odd = fold_cache._seal(strange) + strange
+    for content in (own, foreign, own[:-20], damaged, stale, odd, b"", b"{}\n{}"):
         cached.write_bytes(content)
         assert NumbersReader(run.events).look() == expected
     cached.write_bytes(own)

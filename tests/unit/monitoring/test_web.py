@@ -153,8 +153,11 @@ def test_cache_of_another_log_is_not_used(
     changed = re.sub(rb'(bytes_up\\": )(\d)', rb"\g<1>9\2", body)
     assert changed != body
     older = json.dumps({**json.loads(body), "release": "0", "log": ["stale"]}).encode()
+    strange = body.replace(b'"settled"', b'"set"')
+    assert strange != body
     for content in (
         *(cached.read_bytes(), own.replace(body, changed), own[:-20], body),
+        fold_cache._seal(strange) + strange,
         *(fold_cache._seal(older) + older, b"", b"{", b"{}\n{}", b"\xff\n" * 2),
     ):
         (other.path / run_reader.NAME).write_bytes(content)
