@@ -369,25 +369,37 @@ def note_job(run: RunFolder) -> None:
     durable_files.write_json(run.path / REQUEST, _of_job(request, run.read_spec()))
 
 
-def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
-    """Find the newest run of a job, which ended before its last round.
+def find_ended(
+    job: JobSpec, root: Path, *, owner: str = OPERATOR, extend: bool = False
+) -> RunFolder:
+    """Find an owner's newest run of a job, which ended before its last round.
 
     Args:
         job: The job that it was started with.
         root: Folder of all runs.
+        owner: Whose run it is.
         extend: Whether the job may have more rounds than the run started with, which
             may then be completed.
 
     Raises:
-        RunNotFound: No run was submitted.
+        RunNotFound: The owner has submitted none.
         RunConflict: It has not ended, or has come to its end.
         CheckpointMismatch: It was started with another job.
         CorruptObject: A file of it is damaged.
     """
-    runs = sorted(path.parent for path in root.glob(f"{job.name}/*/{REQUEST}"))
-    found = read(RunFolder(runs[-1])) if runs else None
+    found, others = None, set[str]()
+    for path in sorted(root.glob(f"{job.name}/*/{REQUEST}"), reverse=True):
+        one = read(RunFolder(path.parent))
+        if one is not None and one.request.owner == owner:
+            found = one
+            break
+        others |= set() if one is None else {one.request.owner}
     if found is None:
-        raise RunNotFound(f"{root} has no run of the job {job.name!r} to resume")
+        told = f"; --owner may be {' or '.join(sorted(others))}" if others else ""
+        raise RunNotFound(
+            f"{root} has no run of the job {job.name!r} of owner {owner!r} to "
+            f"resume{told}"
+        )
     run, name = found.run, found.run.path.name
     check_resumable(found, extend=extend)
     if extend:

@@ -31,6 +31,9 @@ class RemoteRuns:
     Args:
         url: ``https://HOST:PORT`` of the aggregator.
         clock: Tells time.
+
+    Attributes:
+        owner: Whose token it has.
     """
 
     def __init__(self, url: str, clock: "Clock") -> None:
@@ -39,6 +42,7 @@ class RemoteRuns:
         from privacy.membership.token import Token  # noqa: PLC0415 -- keeps `--help` fast
 
         token, address = Token.parse(_token_text()), url.removeprefix(SCHEME)
+        self.owner = token.site
         self._secret, self._clock = token.secret.hex(), clock
         root = Aggregator(address.rstrip("/"), b"").authority(token.authority)
         self._way: Aggregator = Aggregator(address.rstrip("/"), root, path="/owner")
@@ -112,6 +116,8 @@ def run(options: argparse.Namespace) -> int:
         raise JobError("is for the aggregator's operator", key="--resume")
     job = load_job(options)
     runs = RemoteRuns(options.aggregator, options.clock)
+    if options.owner not in {None, runs.owner}:
+        raise JobError(f"the token is that of owner {runs.owner!r}", key="--owner")
     text = tomli_w.dumps(job_file.document(job))
     name = runs.ask("submit", job=text, priority=options.priority)["run"]
     tell(f"run {name} is submitted")

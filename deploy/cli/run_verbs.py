@@ -46,10 +46,10 @@ def _run(options: argparse.Namespace) -> int:
     from federation.job import code_files, job_file  # noqa: PLC0415
 
     config = _config(options)
-    now = options.clock.now()
+    now, owner = options.clock.now(), options.owner or run_queue.OPERATOR
     extend = options.extend is not None
     if options.resume or extend:
-        run = run_queue.find_ended(job, config.runs, extend=extend)
+        run = run_queue.find_ended(job, config.runs, owner=owner, extend=extend)
         resumed = run.run_id() is not None
         found = extension.check(job, run) if extend else None
         joins = found is not None and bool(found.joined)
@@ -67,9 +67,7 @@ def _run(options: argparse.Namespace) -> int:
         tables = ("model", "training", "aggregation")
         needed = {key: job_file.document(job)[key] for key in tables}
         code_files.check_present(needed, options.aggregator.parent)
-        owner = admission.check_submission(
-            config, job, options.owner, options.priority, now=now
-        )
+        admission.check_submission(config, job, owner, options.priority, now=now)
         run = submitted(
             job,
             config.folder,

@@ -266,7 +266,9 @@ def test_verbs_work_elsewhere_with_a_token(
     assert cli.main(["ps", *at]) == 1
     assert str(file) in capsys.readouterr().err
     file.chmod(0o600)
-    assert cli.main(["run", str(job), *at, "--detach"]) == 0
+    assert cli.main(["run", str(job), *at, "--detach", "--owner", "bob"]) == 2
+    assert "--owner" in capsys.readouterr().err
+    assert cli.main(["run", str(job), *at, "--detach", "--owner", "ann"]) == 0
     name = capsys.readouterr().out.strip()
     office.submit("bob")
     assert cli.main(["ps", *at, "--json"]) == 0

@@ -95,6 +95,19 @@ def test_a_run_that_ended_early_is_taken_up(tmp_path: Path):
     assert queue[1].coordinator is None
 
 
+def test_only_its_owners_run_is_taken_up(tmp_path: Path):
+    """Two may have jobs of one name."""
+    run, job = handed(tmp_path, "a", 1.0), small_job(num_sites=2)
+    of_ann = RunFolder(run.path.with_name("b"))
+    run_queue.submit(job, of_ann, at=2.0, owner="ann")
+    for one in (run, of_ann):
+        run_queue.leave_outcome(one, Outcome(code=130, message="stopped"))
+    assert run_queue.find_ended(job, tmp_path) == run
+    assert run_queue.find_ended(job, tmp_path, owner="ann") == of_ann
+    with pytest.raises(RunNotFound, match="ann or operator"):
+        run_queue.find_ended(job, tmp_path, owner="bob")
+
+
 def test_a_persons_request_to_stop_is_no_pause(tmp_path: Path):
     """Whether it comes before or after that of a command that resumes the run."""
     run = handed(tmp_path, "a", 1.0)
