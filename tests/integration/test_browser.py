@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 from support import browser, event_samples
 from support.browser import Tab
 from support.deployment import wait_for
@@ -175,7 +176,7 @@ def test_everything_can_be_reached_and_done_by_keyboard(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_fit_a_phone_and_follow_the_scheme(
-    tab: Tab, address: str, scheme: str
+    tab: Tab, address: str, scheme: str, tmp_path: Path
 ) -> None:
     tab.prefer(scheme)
     tab.resize(320, 640)
@@ -189,6 +190,9 @@ def test_pages_fit_a_phone_and_follow_the_scheme(
                 "getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g)"
             )
             assert (int(shade[0]) < 128) == (scheme == "dark")
+            tab.screenshot(tmp_path / "page.png")  # Nor does a card or chart glare.
+            bright = imread(tmp_path / "page.png")[..., :3].min(axis=-1) > 0.7
+            assert (bright.mean() < 0.2) == (scheme == "dark"), (path, bright.mean())
     finally:
         tab.resize(1280, 900)
         tab.prefer("light")

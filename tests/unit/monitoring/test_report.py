@@ -1,5 +1,6 @@
 """The report stands alone, says everything, and trusts no text."""
 
+import html
 import io
 import math
 import re
@@ -557,6 +558,16 @@ def test_unwritable_report_is_a_store_error(tmp_path: Path):
     view = fold(RUNS["only started"])
     with pytest.raises(StoreUnavailable, match="cannot write the report"):
         write_report(view, JOB, VERSIONS, tmp_path / "missing" / "report.html")
+
+
+def test_waiting_and_participation_are_in_the_report():
+    """What waiting has cost, who caused it, and how fairly updates counted."""
+    first, *rest = RUNS["quiet"]
+    view = fold([replace(first, engine="virtual"), *rest])
+    shown = html.unescape(_section(page_with(view), "sites")).lower()
+    waiting, fairness = view.participation.words()
+    assert waiting.lower() in shown
+    assert fairness.lower() in shown
 
 
 def test_what_stores_were_used_for():

@@ -24,11 +24,12 @@ from federation.events import (
     SiteAnswered,
 )
 from federation.messages import FailureKind
-from monitoring.pages import report
+from monitoring.pages import plots, report
 from monitoring.runs import event_tail, fold_cache, run_reader
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_reader import RunReader
 from monitoring.views import run_fold
+from monitoring.views.result_json import result
 from monitoring.views.run_fold import fold
 from monitoring.web import app as web_app
 from monitoring.web.app import Changes, Shown, _SharedFeed, _stream, live_app
@@ -63,6 +64,31 @@ def test_sections_are_those_of_the_report(tmp_path: Path) -> None:
     whole = report.render(run.view(), "", {}, figures=())
     for name in SECTIONS[1:]:  # The first says that the page is live.
         assert page.sections[name].strip() in whole
+
+
+def test_charts_hold_the_numbers_of_the_report() -> None:
+    """To the digit, in its tables and in its pictures."""
+    view = fold(event_samples.run(Script()))
+    shown, rounds = charts(view), result(view)["rounds"]
+    assert shown["bytes"].rows == tuple(
+        (each["round"], each["bytes_up"] / 1e6, each["bytes_down"] / 1e6)
+        for each in rounds
+    )
+    for name, key, scale in (
+        *(("loss", "loss", 1), ("quality", "accuracy", 100)),
+        ("seconds", "seconds", 1),
+    ):
+        points = {row[0]: row[1] for row in shown[name].rows}
+        assert {each["round"]: scale * each[key] for each in rounds}.items() <= (
+            points.items()
+        ), name
+    training = plots.training_losses(view)
+    picture = plots._curves(view, "", lambda loss: loss, training=training)
+    assert picture is not None
+    drawn = {str(each.get_label()): each for each in picture.axes[0].lines}
+    for at, (name, _) in enumerate(shown["loss"].lines, start=1):
+        rows = [(row[0], row[at]) for row in shown["loss"].rows if row[at] is not None]
+        assert [*zip(*drawn[name].get_data(), strict=True)] == rows
 
 
 @pytest.mark.slow
@@ -225,13 +251,19 @@ def test_run_that_was_stopped_has_not_ended(tmp_path: Path) -> None:
     """One that makes way for another goes on later."""
     run, events = RunFolder(tmp_path), event_samples.run(Script(rounds=2))
     assert isinstance(events[-1], RunFinished)
-    said = {}
-    for status in ("interrupted", "completed"):
+    pages = {}
+    for status in ("interrupted", "failed", "completed", "exhausted"):
         run.events.unlink(missing_ok=True)
         _write(run, [*events[:-1], replace(events[-1], status=status)])
-        said[status] = _page(RunFeed(run)).sections["now"]
-    assert "has ended" in said["completed"]
-    assert "has ended" not in said["interrupted"]
+        pages[status] = _page(RunFeed(run))
+    assert "has ended" in pages["completed"].sections["now"]
+    assert "has ended" not in pages["interrupted"].sections["now"]
+    # The button that resumes a run follows this.
+    assert [page.state for page in pages.values()] == [
+        *("stopped", "stopped"),
+        *("ended", "ended"),
+    ]
+    assert web_app.ACTIONS["resume"][1] == "stopped"
 
 
 def test_task_of_an_earlier_round_stays_inside_the_timeline(tmp_path: Path) -> None:
@@ -428,6 +460,16 @@ def test_only_changes_are_sent(tmp_path: Path) -> None:
     json.dumps(first, allow_nan=False)
 
 
+QUEUED = {
+    "run": "20260102-000000-abcdef",
+    "job": "next",
+    "owner": "ann",
+    "priority": 2,
+    "waits": "a slot at north",
+    "starts_in_seconds": 320.0,
+}
+
+
 @pytest.fixture(name="client")
 def _client(tmp_path: Path) -> TestClient:
     run = RunFolder(tmp_path / "job" / "20260101-000000-abcdef")
@@ -440,6 +482,7 @@ def _client(tmp_path: Path) -> TestClient:
         rows=lambda: [{"name": run.path.name, "job": "job", "status": "unreadable"}],
         find={run.path.name: run}.get,
         actions={"stop": stop},
+        queue=lambda: [QUEUED],
     )
     app = live_app(
         shown,
@@ -486,6 +529,24 @@ def test_token_opens_the_pages(client: TestClient) -> None:
     assert client.get("/static/live.js").status_code == 200
     assert client.get("/runs/another").status_code == 404
     assert client.get("/compare?run=another").status_code == 404
+
+
+def test_list_says_what_runs_wait_for(client: TestClient) -> None:
+    _enter(client)
+    text = client.get("/").text
+    for word in ("20260102-000000-abcdef", "ann", "a slot at north", "in 5 min 20 s"):
+        assert word in text
+
+
+def test_runs_are_compared(client: TestClient, tmp_path: Path) -> None:
+    """From two on."""
+    _enter(client)
+    run = RUN.rpartition("/")[2]
+    RunFolder(tmp_path / "job" / run).job.write_text('name = "job"\n', "utf-8")
+    assert client.get(f"/compare?run={run}").status_code == 400
+    page = client.get(f"/compare?run={run}&run={run}")
+    assert page.status_code == 200
+    assert page.text.count(run) > 1
 
 
 def test_address_of_another_host_is_no_way_out(client: TestClient) -> None:
