@@ -14,9 +14,11 @@ from support.small_jobs import small_job
 
 from cloud_adapters.flower import simulation as flower_simulation
 from cloud_adapters.flower.facts import FlowerRun
+from deploy import audit_log
 from deploy.aggregator_host import run_queue
-from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile
+from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile, QueueSpec
 from deploy.aggregator_host.run_queue import Outcome
+from federation import folder_lock
 from federation.clock import VirtualClock
 from federation.errors import FederationError
 from federation.event_log import EventWriter
@@ -126,6 +128,31 @@ def test_the_log_says_how_a_run_ended(tmp_path: Path):
     for _ in range(2):
         service._schedule(control)
     assert told == ["run now is started", "run now failed: east refuses"]
+    noted = audit_log.read(tmp_path / audit_log.FILE).entries
+    assert [(e.action, e.subject) for e in noted if e.who == audit_log.SERVICE] == [
+        ("run.start", "now"),
+        ("run.end", "now"),
+    ]
+    assert noted[-1].details == {"status": "failed", "reason": "east refuses"}
+
+
+def test_a_service_notes_settings_that_have_changed(tmp_path: Path):
+    """Before anything rests on them, and once."""
+    federation, clock = Federation(folder=tmp_path), VirtualClock()
+    file = federation.config.file
+    with folder_lock.hold(federation.config.lock, "taken"):  # It ends there.
+        for each in (file, file, replace(file, queue=QueueSpec(max_runs=7))):
+            config = replace(federation.config, file=each)
+            service = AggregatorService(
+                config=config, config_path=tmp_path, clock=clock, listener=print
+            )
+            with pytest.raises(FederationError, match="another aggregator"):
+                service.run()
+    found = audit_log.read(federation.aggregator / audit_log.FILE).entries
+    first, second = (each for each in found if each.action == "settings")
+    assert second.subject == "changed: queue.max_runs"
+    assert second.details["queue.max_runs"] == "7"
+    assert first.who == audit_log.SERVICE
 
 
 def test_a_run_that_is_stopped_while_it_waits_has_one_name(tmp_path: Path):
@@ -147,6 +174,8 @@ def test_a_run_that_is_stopped_while_it_waits_has_one_name(tmp_path: Path):
     control: Any = Answering()
     service._give_up(control, action)
     assert told == [f"run now stopped: {action.reason}"]
+    noted = audit_log.read(tmp_path / audit_log.FILE).entries[-1]
+    assert (noted.action, noted.details) == ("run.end", {"reason": action.reason})
     found = run_queue.read(run)
     assert found is not None
     assert found.status == "stopped"

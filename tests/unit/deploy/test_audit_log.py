@@ -13,7 +13,7 @@ from support.small_jobs import small_job
 from deploy import audit_log
 from deploy.aggregator_host import parties, run_list, run_queue
 from deploy.cli import commands as cli
-from deploy.site_host import config as site_file
+from deploy.site_host import config as site_file, enrolment_roster
 from federation.errors import CorruptObject, RunConflict, StoreUnavailable
 
 ACTIONS = ("site.invite", "site.enrol", "run.submit", "run.stop", "site.revoke")
@@ -122,6 +122,9 @@ def test_members_and_runs_are_on_record_at_both_ends(tmp_path: Path):
     site = federation.site("site-a")
     job = small_job(num_sites=1)
     federation.pin(job.sites[0].name, "ab" * 32)
+    newer = site.renew().newer
+    assert newer is not None
+    enrolment_roster.accept_roster(site.config, newer, newer.digest.hex(), at=1.0)
     run = parties.submitted(
         job,
         federation.aggregator,
@@ -158,6 +161,7 @@ def test_members_and_runs_are_on_record_at_both_ends(tmp_path: Path):
     assert [(e.action, e.who) for e in here.entries] == [
         ("site.invite", user),
         ("site.enrol", "site site-a"),
+        ("site.renew", "site site-a"),
         ("run.submit", f"{user} for owner ann"),
         ("run.stop", user),
         ("run.stop", f"the live page of {user}"),
@@ -168,7 +172,11 @@ def test_members_and_runs_are_on_record_at_both_ends(tmp_path: Path):
     ]
     assert here.entries[0].details["until"].endswith(" UTC")
     there = audit_log.read(site.config.folder / audit_log.FILE)
-    assert [entry.action for entry in there.entries] == ["site.enrol"]
+    assert [(e.action, e.subject) for e in there.entries] == [
+        ("site.enrol", "site-a"),
+        ("site.renew", "site-a"),
+        ("roster.accept", str(newer.serial)),
+    ]
 
 
 def test_a_site_notes_settings_that_change_and_the_aggregators_digest(tmp_path: Path):

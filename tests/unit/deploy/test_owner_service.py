@@ -330,6 +330,12 @@ def test_operators_verbs_make_list_and_revoke_owners(
     capsys.readouterr()
     assert cli.main([*verb, "add", "cyd"]) == 0
     assert Token.parse(capsys.readouterr().out).secret != token.secret
+    done = audit_log.read(folder / audit_log.FILE).entries
+    assert [(e.action, e.subject) for e in done if e.subject == "cyd"] == [
+        *[("owner.add", "cyd")] * 2,
+        ("owner.revoke", "cyd"),
+        ("owner.add", "cyd"),
+    ]
     for wrong in (
         ["operator"],
         ["dan", "--weight", "0"],

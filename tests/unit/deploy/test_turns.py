@@ -281,6 +281,24 @@ def test_usage_is_added_up_over_an_owners_runs(tmp_path: Path):
     )
 
 
+def test_usage_counts_half_after_a_day(tmp_path: Path):
+    """For whose turn it is; a quota counts all of it."""
+    run = submitted(tmp_path, "a", owner="ann")
+    started(run, 100.0)
+    run_queue.leave_outcome(run, Outcome(code=0, message=""))
+    os.utime(run.path / run_queue.OUTCOME, (200.0, 200.0))
+    runs = run_queue.handed_over(tmp_path / "runs").runs
+    found = [
+        admission.admission(config(tmp_path), runs, {}, now=200.0 + days * 86_400.0)
+        for days in (0, 1, 2)
+    ]
+    assert [each.shares["ann"].used for each in found] == pytest.approx(
+        [200.0, 100.0, 50.0]
+    )
+    used = admission.usage(config(tmp_path), runs, "ann", 86_600.0).site_hours
+    assert used == pytest.approx(200.0 / 3600.0)
+
+
 def test_run_that_its_sites_refused_is_on_the_page_and_in_the_metrics(tmp_path: Path):
     """It has no events; metrics name it for a day, as alerts do."""
     run, clock = submitted(tmp_path, "a"), VirtualClock(time.time())
