@@ -161,6 +161,15 @@ def lifetime(memory: SiteMemory, budget: LifetimeBudget) -> LifetimeSpent | None
     )
 
 
+def datasets(memory: SiteMemory) -> Sequence[str]:
+    """Names of the datasets that runs have been charged to.
+
+    Raises:
+        StoreError: The memory cannot be read, or is damaged.
+    """
+    return [*memory.read(DOCUMENT).get(_DATASETS, {})]
+
+
 def note_content(memory: SiteMemory, dataset: str, digest: str) -> bool:
     """Store the digest of the data behind a name; return whether it has changed.
 

@@ -146,7 +146,10 @@ def _site_status(options: argparse.Namespace) -> int:
     found = status(config)
     page = site_page.address(config) if found.is_up else ""  # Its agent serves it.
     if options.json:
-        say_json({**asdict(found), "page": page or None})
+        renewal = found.certificate_renewal
+        say_json(
+            {**asdict(found), "certificate_renewal": renewal, "page": page or None}
+        )
         return DONE
     if page:
         tell(f"its page: {page}")

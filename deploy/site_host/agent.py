@@ -202,11 +202,11 @@ class SiteAgent:
         lines = self._lines.get(task.run_id)
         if lines is not None:
             lines.begin()
-        lost = lost_work(run.met.job, task)
+        lost, began = lost_work(run.met.job, task), self.clock.monotonic()
         with self.departure.at_work(lost), wiring.torch_threads(run.met.job):
             answer = run.handler.handle(task)
         if lines is not None:
-            lines.note(task, answer)
+            lines.note(task, answer, self.clock.monotonic() - began)
         self._tell_use(run)
         self.config.confirm()  # Before it leaves.
         return answer

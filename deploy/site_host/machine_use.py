@@ -17,7 +17,7 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -410,39 +410,43 @@ def _metrics(use: MachineUse, grams_per_kwh: float) -> Iterator[str]:
         yield from (f"{name}{row}" for row in rows)
 
 
-def lines(use: MachineUse, grams_per_kwh: float, now: float) -> Iterator[str]:
-    """Say it in lines for a terminal.
+def parts(
+    use: MachineUse, grams_per_kwh: float, now: float
+) -> Iterator[tuple[str, Sequence[tuple[str, Sequence[str]]]]]:
+    """Say it for the operator; see ``run_status.about``.
 
     Args:
         use: What is known.
         grams_per_kwh: gCO2e of a kWh; 0 if that is not known.
         now: Seconds since 1970.
     """
-    parts = [
+    found = [
         f"{use.cpu_share:.0%} of {use.cpus} CPUs",
         f"{format_bytes(use.memory_bytes)} of memory",
         f"network {format_bytes(use.network_bytes)} a second",
         f"disk {format_bytes(use.disk_bytes)} a second",
     ]
     if use.gpu_share is not None:
-        parts.append(f"GPUs {use.gpu_share:.0%}")
+        found.append(f"GPUs {use.gpu_share:.0%}")
     if use.gpu_memory_bytes is not None:
-        parts.append(f"{format_bytes(use.gpu_memory_bytes)} of GPU memory")
+        found.append(f"{format_bytes(use.gpu_memory_bytes)} of GPU memory")
     ago = format_duration(max(0.0, now - use.at))
-    yield f"machine, {ago} ago: {', '.join(parts)}"
+    yield f"machine, {ago} ago: {', '.join(found)}", ()
     since = format_duration(max(0.0, use.at - use.since))
-    yield f"energy in {since}, by {' and '.join(use.methods) or 'nothing yet'}:"
-    for each in use.states:
-        took = f"  {each.state:<13} {format_duration(each.seconds)}, "
-        if each.joules is None:
-            yield f"{took}unknown: nothing measures the GPUs (pip install nvidia-ml-py)"
-            continue
-        text = f"{took}{format_range(each.joules, 1000)} kJ"
-        if grams_per_kwh:
-            low, high = (grams(joules, grams_per_kwh) for joules in each.joules)
-            yield f"{text}, {format_range((low, high))} gCO2e"
-        else:
-            yield f"{text}, gCO2e unknown (compute.grams_per_kwh)"
+    methods = " and ".join(use.methods) or "nothing yet"
+    rows = [(each.state, [_text(each, grams_per_kwh)]) for each in use.states]
+    yield f"energy in {since}, by {methods}:", rows
+
+
+def _text(use: StateUse, grams_per_kwh: float) -> str:
+    took = f"{format_duration(use.seconds)}, "
+    if use.joules is None:
+        return f"{took}unknown: nothing measures the GPUs (pip install nvidia-ml-py)"
+    made = "gCO2e unknown (compute.grams_per_kwh)"
+    if grams_per_kwh:
+        low, high = (grams(joules, grams_per_kwh) for joules in use.joules)
+        made = f"{format_range((low, high))} gCO2e"
+    return f"{took}{format_range(use.joules, 1000)} kJ, {made}"
 
 
 def read_use(folder: Path) -> MachineUse | None:

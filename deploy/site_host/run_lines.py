@@ -21,6 +21,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Clock
+from federation.wire import frame as wire
 from monitoring.units import format_count
 
 _HOW = {
@@ -62,6 +63,7 @@ class RunLines:
     _rounds: set[int] = field(default_factory=set, init=False)
     _evaluations: int = field(default=0, init=False)
     _spent: PrivacySpent | None = field(default=None, init=False)
+    _took: tuple[int, int, float] = field(default=(0, 0, 0.0), init=False)
     _has_begun: bool = field(default=False, init=False)
     _is_over: bool = field(default=False, init=False)
 
@@ -69,6 +71,9 @@ class RunLines:
         """Go on counting where they stopped."""
         for first, last in self.before.spans if self.before else ():
             self._rounds.update(range(first, last + 1))
+        if self.before is not None:
+            known = self.before
+            self._took = (known.bytes_down, known.bytes_up, known.seconds)
 
     @property
     def is_over(self) -> bool:
@@ -97,8 +102,11 @@ class RunLines:
             self._save("begun")
         self._has_begun = True
 
-    def note(self, task: Task, answer: SiteMessage) -> None:
-        """Count an answer; say so if it is the last one."""
+    def note(self, task: Task, answer: SiteMessage, seconds: float = 0.0) -> None:
+        """Count an answer, and the work on it; say so if it is the last one."""
+        down, up, worked = self._took
+        sizes = wire.encoded_size(task), wire.encoded_size(answer)
+        self._took = (down + sizes[0], up + sizes[1], worked + seconds)
         if not isinstance(answer, SiteUpdate | SiteEvaluation | MaskedUpdate):
             return
         self._spent = answer.spent or self._spent
@@ -181,6 +189,7 @@ class RunLines:
 
     def _save(self, state: str) -> None:
         promise, spent = self.promise, self._spent or self.before
+        down, up, seconds = self._took
         self.save(
             RunStatus(
                 run_id=self.run_id,
@@ -196,6 +205,9 @@ class RunLines:
                 epsilon_cap=None if promise is None else promise.epsilon_cap,
                 epsilon=None if spent is None else spent.epsilon,
                 held_out_epsilon=None if spent is None else spent.held_out_epsilon,
+                bytes_down=down,
+                bytes_up=up,
+                seconds=seconds,
             )
         )
 

@@ -7,10 +7,10 @@ nothing depends on it: one that is missing or damaged is only not shown.
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clients.privacy.ledger_memory import lifetime
+from clients.privacy import ledger_memory
 from deploy.site_host import enrol, folder as site_folder, machine_use
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.machine_use import MachineUse
@@ -24,7 +24,8 @@ from federation.job.evaluation_job import evaluates_only
 from federation.job.spec import JobSpec
 from federation.typed_json import decode, encode
 from federation.wire import frame as wire
-from monitoring.units import format_duration
+from monitoring.units import format_bytes, format_duration
+from privacy.membership.certificates import RENEW_BEFORE_SECONDS
 
 SILENT_SECONDS = 60.0  # An agent hears from the aggregator every three.
 # The end of a run does not reach a site that is away. After so long without a word
@@ -35,6 +36,9 @@ STATUS, REFUSED = "status.json", "refused.json"
 _MOST_REFUSED, _ID_CHARS = 10, 100
 _RESULTS, _NOISED_RESULTS = "held-out results", "held-out results with noise"
 _ONLY_SUMS = ", readable only in a sum"
+# A line, and labelled rows below it, each of one or more texts.
+Rows = Sequence[tuple[str, Sequence[str]]]
+Part = tuple[str, Rows]
 # Of each answer, if a setting does not withhold it: field, and what a person calls it.
 _SENT = {
     "num_examples": "the number of training examples",
@@ -68,6 +72,9 @@ class RunStatus:
         epsilon_cap: What the site has promised; None without differential privacy.
         epsilon: Spent on training records.
         held_out_epsilon: Spent on held-out records.
+        bytes_down: Of all tasks that came, with those of secure aggregation.
+        bytes_up: Of all answers to them.
+        seconds: In which this site was at work on them.
     """
 
     run_id: str
@@ -83,6 +90,9 @@ class RunStatus:
     epsilon_cap: float | None = None
     epsilon: float | None = None
     held_out_epsilon: float | None = None
+    bytes_down: int = 0
+    bytes_up: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +164,9 @@ def refused(config: SiteConfig) -> Sequence[RefusedRun]:
     return ()
 
 
-def read(config: SiteConfig) -> Iterator[RunStatus]:
-    """Yield the status of each run, the oldest first."""
-    for path in sorted(runs_folder(config).glob(f"*/{STATUS}")):
+def read(config: SiteConfig, newest: int = 0) -> Iterator[RunStatus]:
+    """Yield the status of each run, the oldest first; with ``newest``, of so many."""
+    for path in sorted(runs_folder(config).glob(f"*/{STATUS}"))[-newest:]:
         if (found := read_one(path.parent)) is not None:
             yield found
 
@@ -173,6 +183,22 @@ def read_one(folder: Path) -> RunStatus | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSpent:
+    """What all runs on a dataset have spent together.
+
+    Attributes:
+        name: What the operator calls the dataset, or has called it.
+        epsilon: Spent.
+        epsilon_cap: What they may spend, by today's ``policy.total_epsilon``; None for
+            no limit.
+    """
+
+    name: str
+    epsilon: float
+    epsilon_cap: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteStatus:
     """A site as a whole.
 
@@ -184,9 +210,7 @@ class SiteStatus:
         ended: Why its last agent ended by itself, and when, seconds since 1970; None if
             the aggregator has answered one since.
         certificate_ends: Seconds since 1970; None without a certificate.
-        dataset: What the budget of all runs is called; empty without one.
-        epsilon_cap: That budget.
-        epsilon: What all runs on the dataset have spent together.
+        datasets: What runs have spent on each dataset of the site.
         runs: Its runs, the oldest first.
         refused: The last runs that it does not take part in, the oldest first.
         use: What its machine does; None if that was never measured.
@@ -197,38 +221,52 @@ class SiteStatus:
     is_up: bool
     last_contact: float | None
     certificate_ends: float | None
-    dataset: str
-    epsilon_cap: float | None
-    epsilon: float | None
+    datasets: Sequence[DatasetSpent]
     runs: Sequence[RunStatus]
     refused: Sequence[RefusedRun] = ()
     ended: tuple[str, float] | None = None
     use: MachineUse | None = None
     grams_per_kwh: float = 0.0
 
+    @property
+    def certificate_renewal(self) -> float | None:
+        """From when on an agent renews the certificate, seconds since 1970."""
+        ends = self.certificate_ends
+        return None if ends is None else ends - RENEW_BEFORE_SECONDS
 
-def status(config: SiteConfig) -> SiteStatus:
+
+def status(config: SiteConfig, newest: int = 0) -> SiteStatus:
     """Look at a site's folder.
+
+    Args:
+        config: The operator's ``site.toml``.
+        newest: How many runs to read; 0 for all.
 
     Raises:
         FederationError: A file that holds keys or budgets is damaged.
     """
-    budget = lifetime_budget(config)
-    spent = None if budget.epsilon is None else lifetime(site_memory(config), budget)
     return SiteStatus(
         site=config.file.name,
         is_up=folder_lock.is_held(config.folder / "agent.lock"),
         last_contact=site_folder.last_contact(config.folder),
         ended=site_folder.last_end(config.folder),
         certificate_ends=enrol.certificate_ends(config),
-        dataset="" if budget.epsilon is None else budget.dataset,
-        epsilon_cap=budget.epsilon,
-        epsilon=None if spent is None else spent.epsilon,
-        runs=list(read(config)),
+        datasets=[*_datasets(config)],
+        runs=list(read(config, newest)),
         refused=refused(config),
         use=machine_use.read_use(config.folder),
         grams_per_kwh=config.file.compute.grams_per_kwh,
     )
+
+
+def _datasets(config: SiteConfig) -> Iterator[DatasetSpent]:
+    budget, memory = lifetime_budget(config), site_memory(config)
+    for name in ledger_memory.datasets(memory):
+        spent = ledger_memory.lifetime(memory, replace(budget, dataset=name))
+        if spent is not None:
+            yield DatasetSpent(
+                name=name, epsilon=spent.epsilon, epsilon_cap=budget.epsilon
+            )
 
 
 def lines(found: SiteStatus, now: float) -> Iterator[str]:
@@ -238,30 +276,61 @@ def lines(found: SiteStatus, now: float) -> Iterator[str]:
         found: The site.
         now: Seconds since 1970.
     """
-    yield f"site {found.site}: {_agent(found, now)}"
-    if found.certificate_ends is not None:
+    for head, rows in about(found, now):
+        yield head
+        yield from _in_lines(rows)
+    for head, rows in of_runs(found, now):
+        yield ""
+        yield head
+        yield from _in_lines(rows)
+
+
+def _in_lines(rows: Rows) -> Iterator[str]:
+    width = max((len(label) for label, _ in rows), default=0)
+    for label, texts in rows:
+        yield f"  {label:<{width}} {', '.join(texts)}"
+
+
+def about(found: SiteStatus, now: float) -> Iterator[Part]:
+    """What the status says of the site itself, for the terminal and its page.
+
+    Args:
+        found: The site.
+        now: Seconds since 1970.
+    """
+    yield f"site {found.site}: {_agent(found, now)}", ()
+    if found.certificate_ends is not None and found.certificate_renewal is not None:
         left = format_duration(max(0.0, found.certificate_ends - now))
-        how = "the agent renews" if found.is_up else "no agent runs that renews"
-        yield f"certificate: ends in {left}; {how} it before"
-    if found.epsilon_cap is not None and found.epsilon is not None:
-        spent = found.epsilon
-        yield (
-            f"all runs on {found.dataset!r}: epsilon {format_epsilon(spent)} of "
-            f"{format_cap(found.epsilon_cap)} spent, "
-            f"{format_left(found.epsilon_cap, spent)} left"
-        )
+        how = "no agent runs that renews it before"
+        if found.is_up:
+            due = found.certificate_renewal - now
+            when = f"in {format_duration(due)}" if due > 0 else "now"
+            how = f"the agent renews it {when}"
+        yield f"certificate: ends in {left}; {how}", ()
+    for one in found.datasets:
+        text = f"epsilon {format_epsilon(one.epsilon)}"
+        if one.epsilon_cap is None:
+            text += " spent, no limit"
+        else:
+            left = format_left(one.epsilon_cap, one.epsilon)
+            text += f" of {format_cap(one.epsilon_cap)} spent, {left} left"
+        yield f"all runs on {one.name!r}: {text}", ()
     if found.use is not None:
-        yield from machine_use.lines(found.use, found.grams_per_kwh, now)
+        yield from machine_use.parts(found.use, found.grams_per_kwh, now)
     if not found.runs:
-        yield "no run has been accepted here"
+        yield "no run has been accepted here", ()
+
+
+def of_runs(found: SiteStatus, now: float) -> Iterator[Part]:
+    """What it says of each run, the oldest first; see ``about``."""
     for run in found.runs:
-        yield from _run_lines(run, state(run, now, is_up=found.is_up))
+        how = state(run, now, is_up=found.is_up)
+        yield f"run {run.run_id}: job {run.job!r}, {how}", [*_run_rows(run)]
     begun = {run.run_id: run.at for run in found.runs}
     for one in found.refused:
         if one.at > begun.get(one.run_id, 0.0):
             ago = format_duration(max(0.0, now - one.at))
-            yield ""
-            yield f"run {one.run_id} without this site, {ago} ago: {one.reason}"
+            yield f"run {one.run_id} without this site, {ago} ago: {one.reason}", ()
 
 
 def _agent(found: SiteStatus, now: float) -> str:
@@ -297,17 +366,19 @@ def state(run: RunStatus, now: float, *, is_up: bool) -> str:
     return f"{run.state}, {ago}"
 
 
-def _run_lines(run: RunStatus, how: str) -> Iterator[str]:
-    yield ""
-    yield f"run {run.run_id}: job {run.job!r}, {how}"
+def _run_rows(run: RunStatus) -> Iterator[tuple[str, Sequence[str]]]:
     last = f", the last one {run.last_round}" if run.last_round else ""
     if run.rounds:  # Otherwise it only evaluates.
-        yield f"  rounds   {run.answered} of {run.rounds} answered{last}"
-    yield f"  data     {run.data}"
-    yield f"  leaves   {', '.join(run.sent)}"
+        yield "rounds", [f"{run.answered} of {run.rounds} answered{last}"]
+    yield "data", [run.data]
+    yield "leaves", run.sent
+    down, up = format_bytes(run.bytes_down), format_bytes(run.bytes_up)
+    yield "traffic", [f"{down} received, {up} sent"]
+    yield "work", [format_duration(run.seconds)]
     if run.epsilon_cap is not None:
-        spent = format_epsilon(run.epsilon or 0.0)
-        text = f"{spent} of {format_cap(run.epsilon_cap)} on training"
+        spent, cap = run.epsilon or 0.0, run.epsilon_cap
+        text = f"{format_epsilon(spent)} of {format_cap(cap)} on training"
+        text += f", {format_left(cap, spent)} left"
         if run.held_out_epsilon is not None:
-            text += f", {format_epsilon(run.held_out_epsilon)} on evaluations"
-        yield f"  epsilon  {text}"
+            text += f"; {format_epsilon(run.held_out_epsilon)} on evaluations"
+        yield "epsilon", [text]

@@ -16,6 +16,7 @@ from federation.protocols import Clock
 from privacy.secret_files import read_private, write_new
 
 FILE = "page.token"
+MAX_RUNS = 50  # The newest.
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def _token(config: SiteConfig) -> str:
 
 
 def _shown(config: SiteConfig, clock: Clock) -> dict[str, object]:
-    found, now = run_status.status(config), clock.now()
-    about, *_ = run_status.lines(found, now)
-    runs = [(run, run_status.state(run, now, is_up=found.is_up)) for run in found.runs]
-    return {"about": about, "found": found, "runs": runs[::-1]}
+    found, now = run_status.status(config, MAX_RUNS), clock.now()
+    runs = [*run_status.of_runs(found, now)]
+    about = run_status.about(found, now)
+    return {"site": found.site, "about": [*about], "runs": runs[::-1]}

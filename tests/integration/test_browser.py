@@ -15,7 +15,8 @@ from support.small_jobs import small_job
 
 from deploy.aggregator_host import run_list
 from deploy.site_host import run_status
-from deploy.site_host.run_status import RunStatus, SiteStatus
+from deploy.site_host.machine_use import MachineUse
+from deploy.site_host.run_status import DatasetSpent, RunStatus, SiteStatus
 from deploy.web_server import serving
 from federation.clock import SystemClock
 from federation.event_log import EventWriter
@@ -203,9 +204,8 @@ STATUS = SiteStatus(
     is_up=True,
     last_contact=0.0,
     certificate_ends=9e9,
-    dataset="own data",
-    epsilon_cap=20.0,
-    epsilon=3.0,
+    datasets=[DatasetSpent(name="own data", epsilon=3.0, epsilon_cap=20.0)],
+    use=MachineUse(since=0.0, at=1.0, methods=("model",), cpus=4, gpu_share=0.5),
     runs=[
         RunStatus(
             run_id=NAME,
@@ -227,9 +227,11 @@ STATUS = SiteStatus(
 def test_axe_finds_nothing_serious(tab: Tab, address: str, scheme: str) -> None:
     """In lists, in a run, and in a site's own page."""
     clock = SystemClock()
-    about, *_ = run_status.lines(STATUS, 9.0)
-    runs = [(run, run_status.state(run, 9.0, is_up=True)) for run in STATUS.runs]
-    status = {"about": about, "found": STATUS, "runs": runs}
+    status = {
+        "site": STATUS.site,
+        "about": [*run_status.about(STATUS, 9.0)],
+        "runs": [*run_status.of_runs(STATUS, 9.0)],
+    }
     tab.prefer(scheme)
     tab.call("Page.setBypassCSP", enabled=True)
     with serving(

@@ -14,6 +14,7 @@ from federation.ids import RunId, SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, RoundTask, SiteEvaluation, TaskKind
+from federation.wire import frame as wire
 
 RUN, SITE = RunId("20260102-030405-abcdef"), SiteId("site-0")
 MODEL = {
@@ -45,7 +46,7 @@ def _task(kind: TaskKind, index: int) -> RoundTask:
         round_index=index,
         site=SITE,
         kind=kind,
-        layout_digest="",
+        layout_digest="0" * 64,
         weights_d=np.zeros(1, np.float32),
         integers_m=np.zeros(0, np.int64),
         evaluate=True,
@@ -112,6 +113,7 @@ def test_operator_reads_every_field_that_leaves(
 def test_rounds_are_counted_over_all_coordinators():
     """Also those that run again after a checkpoint, each once."""
     job, saved, before = small_job(num_sites=2, rounds=9), list[RunStatus](), None
+    took = [0, 0, 0.0]  # And so is what they took.
     for first, last, answered in ((1, 4, 4), (3, 6, 6), (8, 9, 8)):
         lines = RunLines(
             RUN,
@@ -127,8 +129,12 @@ def test_rounds_are_counted_over_all_coordinators():
         )
         lines.accept()
         for index in range(first, last + 1):
-            lines.note(_task(TaskKind.TRAIN, index), toy.update(round_index=index))
+            task, answer = _task(TaskKind.TRAIN, index), toy.update(round_index=index)
+            lines.note(task, answer, 2.0)
+            new = wire.encoded_size(task), wire.encoded_size(answer), 2.0
+            took = [old + more for old, more in zip(took, new, strict=True)]
         before = saved[-1]
+        assert [before.bytes_down, before.bytes_up, before.seconds] == took
         assert (before.answered, before.last_round) == (answered, last)
     assert before is not None
     assert before.spans == ((1, 6), (8, 9))

@@ -343,7 +343,7 @@ def test_operator_sees_what_runs_do_and_what_leaves(
     (config.folder / "runs" / run.run_id / run_status.STATUS).write_text("{")
     found = run_status.status(config)
     assert [each.run_id for each in found.runs] == [other.run_id]
-    assert found.epsilon == answer.spent.epsilon
+    assert [each.epsilon for each in found.datasets] == [answer.spent.epsilon]
     text = "\n".join(run_status.lines(found, other.at + 60))
     assert re.search("accepted; .* 1 min 00 s ago, end not", text)
     assert f"of {format_cap(1000.0)} spent" in text
