@@ -125,10 +125,10 @@ def _crashed(
     if reason is not None:
         return failure(task, FailureKind.LEAVING, reason.value)
     text = outside_of(error)
-    # What may quote a record stays in the site's own log.
-    if any(system_errors(error)):
+    # What may quote a record stays in the site's own log, whose reader has to act.
+    if any(system_errors(error)) or text == f"{type(error).__name__}: {error}":
         _LOG.warning("a task failed: %s", error)
-    elif text != f"{type(error).__name__}: {error}":
+    else:
         _LOG.warning("a task failed", exc_info=error)
     return failure(task, FailureKind.CRASHED, text)
 

@@ -63,6 +63,19 @@ def test_error_is_a_failure_that_quotes_no_record():
     assert not lasts
 
 
+def test_error_that_may_leave_is_in_the_sites_log_too(
+    caplog: pytest.LogCaptureFixture,
+):
+    """Its operator is who can mend it."""
+    text = "charges are missing"
+    site = Site(ProtocolError(text, outside=text))
+    frame, _ = answer_frame(site, wire.encode_bytes(TASK), 5.0)
+    found = wire.decode(frame)
+    assert isinstance(found, SiteFailure)
+    assert text in found.message
+    assert text in caplog.text
+
+
 def test_site_that_leaves_says_so_in_its_answer():
     frame, _ = answer_frame(
         Site(UPDATE),
