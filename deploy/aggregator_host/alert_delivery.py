@@ -1,7 +1,8 @@
 """Tell a person what ``monitoring.web.alerts`` finds: each alert once, to each place.
 
 What was told is in ``alerts.json``, so that a restart does not tell it again. A place
-that cannot be reached is tried again for half an hour.
+that cannot be reached is tried again for half an hour. An outage of a thousand sites is
+one message.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ RETRY_SECONDS, MAX_ATTEMPTS = 30.0, 7  # After 30 s, a minute, two and so on.
 # An alert whose cause has gone is told anew only after this long.
 QUIET_SECONDS = 3600.0
 MAX_CHARS = 1000
+MAX_MEMBERS = 5  # Of a crowd, by name.
 _MAX_ANSWER = 1 << 16
 _OK = 300
 
@@ -42,6 +44,8 @@ class _Told:
         seen_at: When its cause was last there, seconds since 1970.
         place: Its name.
         text: What is told.
+        crowd: Those of one crowd that are due together are told in one message.
+        member: Who in the crowd it is about.
         attempts: How often delivery has failed.
         is_done: Whether it was delivered, or given up.
         next_at: When to try again.
@@ -50,6 +54,8 @@ class _Told:
     seen_at: float
     place: str = ""
     text: str = ""
+    crowd: str = ""
+    member: str = ""
     attempts: int = 0
     is_done: bool = False
     next_at: float = 0.0
@@ -86,13 +92,12 @@ class AlertDelivery:
             for place in self.places:
                 told = self._told.setdefault(f"{place} {alert.key}", _Told(seen_at=now))
                 told.seen_at, told.place, told.text = now, place, alert.text
+                told.crowd, told.member = alert.crowd, alert.member
         down = set[str]()  # So that no place keeps an alert from the others for long.
-        for told in self._told.values():  # Also one whose cause has gone since.
-            send = self.places.get(told.place)
-            # No try is later than the longest wait, unless the clock was set back.
-            waits = now < told.next_at <= now + RETRY_SECONDS * 2**MAX_ATTEMPTS
-            if send and not (told.is_done or waits or told.place in down):
-                down |= set() if self._try(told, send) else {told.place}
+        for together in self._due(now):
+            place, send = together[0].place, self.places.get(together[0].place)
+            if send and place not in down:
+                down |= set() if self._try(together, send) else {place}
                 changed = True
         over = [k for k, t in self._told.items() if now > t.seen_at + QUIET_SECONDS]
         for key in over:
@@ -100,9 +105,19 @@ class AlertDelivery:
         if changed or over:
             self._save()
 
-    def _try(self, told: _Told, send: Send) -> bool:
+    def _due(self, now: float) -> Sequence[Sequence[_Told]]:
+        """What is to be told now, also if its cause has gone since: by message."""
+        found: dict[tuple[str, str], list[_Told]] = {}
+        for key, told in self._told.items():
+            # No try is later than the longest wait, unless the clock was set back.
+            waits = now < told.next_at <= now + RETRY_SECONDS * 2**MAX_ATTEMPTS
+            if not (told.is_done or waits):
+                found.setdefault((told.place, told.crowd or key), []).append(told)
+        return [*found.values()]
+
+    def _try(self, together: Sequence[_Told], send: Send) -> bool:
         try:
-            send(f"crossfed: {printable(told.text, MAX_CHARS)}")
+            send(f"crossfed: {printable(_in_one(together), MAX_CHARS)}")
         # ValueError: a library finds text that it cannot send. Others must be told.
         except (
             FederationError,
@@ -110,15 +125,18 @@ class AlertDelivery:
             subprocess.SubprocessError,
             ValueError,
         ) as error:
-            told.attempts += 1
-            wait = RETRY_SECONDS * 2 ** (told.attempts - 1)
-            told.next_at = self.clock.now() + wait
-            told.is_done = told.attempts >= MAX_ATTEMPTS
-            if told.attempts == 1 or told.is_done:
-                then = "it is given up" if told.is_done else "it is tried again"
-                self.listener(f"an alert did not reach {told.place}: {error}; {then}")
+            for told in together:
+                told.attempts += 1
+                wait = RETRY_SECONDS * 2 ** (told.attempts - 1)
+                told.next_at = self.clock.now() + wait
+                told.is_done = told.attempts >= MAX_ATTEMPTS
+            first = together[0]
+            if first.attempts == 1 or first.is_done:
+                then = "it is given up" if first.is_done else "it is tried again"
+                self.listener(f"an alert did not reach {first.place}: {error}; {then}")
             return False
-        told.is_done = True
+        for told in together:
+            told.is_done = True
         return True
 
     def _save(self) -> None:
@@ -127,6 +145,17 @@ class AlertDelivery:
             replace_file(self.path, [json.dumps(record).encode()])
         except StoreUnavailable as error:
             self.listener(f"cannot note which alerts were told: {error}")
+
+
+def _in_one(together: Sequence[_Told]) -> str:
+    """One text for a crowd: how many they are, and the first of them in full."""
+    first, *others = together
+    if not others:
+        return first.text
+    named = ", ".join(told.member for told in together[:MAX_MEMBERS])
+    more = len(together) - MAX_MEMBERS
+    rest = f" and {more:,} more" if more > 0 else ""
+    return f"{len(together):,} alerts like this: {named}{rest}. The first: {first.text}"
 
 
 def places(specs: Sequence[AlertSpec]) -> Mapping[str, Send]:

@@ -32,10 +32,15 @@ class Alert:
     Attributes:
         key: What it is about; the same while it lasts.
         text: What happened, where, and what to do.
+        crowd: Alerts of one crowd that come together are told in one message; empty
+            for one that is always told alone.
+        member: Who in the crowd it is about.
     """
 
     key: str
     text: str
+    crowd: str = ""
+    member: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +99,7 @@ def of_run(
         if "--resume" in reason or "new run" in reason:
             advice = ""  # The reason says what its run allows.
         text = f"{about} has failed{why}{advice}".rstrip()
-        yield Alert(key=f"{name}/failed", text=text)
+        yield Alert(key=f"{name}/failed", text=text, crowd="failed", member=name)
     yield from _of_budget(name, about, run, is_exhausted=status == EXHAUSTED)
     if status != RUNNING:
         return
@@ -106,6 +111,8 @@ def of_run(
                 text=f"{about}: site {site} has missed {rounds} rounds in a row. See "
                 "whether crossfed aggregator sites shows it as connected; its log "
                 "says more.",
+                crowd=f"{name}/silent",
+                member=site,
             )
     yield from _of_loss(name, about, run)
 
@@ -125,6 +132,8 @@ def _of_round(name: str, about: str, run: RunNumbers, now: float) -> Iterator[Al
             text=f"{about}: round {index} goes on for {format_duration(took)}; "
             f"the last ones took at most {format_duration(usual)}. crossfed watch "
             f"{name} names the sites that it waits for.",
+            crowd="stalled",
+            member=name,
         )
 
 
@@ -250,6 +259,8 @@ def of_host(facts: HostFacts, now: float) -> Iterator[Alert]:
                 key=f"host/certificate/{whose}/{ends:.0f}",
                 text=f"the certificate of {whose} ends in {left}. Agents renew theirs "
                 "while they run: see that this one does, or invite it again.",
+                crowd="host/certificate",
+                member=whose,
             )
     addresses = [*facts.knocks]
     if len(addresses) > MAX_ADDRESSES:

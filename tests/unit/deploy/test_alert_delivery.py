@@ -171,6 +171,33 @@ def test_place_that_is_down_does_not_keep_the_others_waiting(
     assert (len(phone.texts), len(other.texts)) == (6, 6)
 
 
+def test_outage_of_many_sites_is_one_message(
+    make: Make, phone: Phone, clock: VirtualClock
+) -> None:
+    """Also after a time in which nobody could be told; later ones are told anew."""
+    down, phone.is_off = make(), True
+    sites = [f"site-{index}" for index in range(1000)]
+    storm = [
+        Alert(key=f"r/{site}", text=f"{site} is gone.", crowd="r/silent", member=site)
+        for site in sites
+    ]
+    down.deliver([*storm[:999], STALLED])
+    phone.is_off = False
+    clock.sleep(31)
+    delivery = make()
+    delivery.deliver([*storm[:999], STALLED])
+    delivery.deliver([*storm[:999], STALLED])
+    together, stalled = phone.texts
+    assert stalled == f"crossfed: {STALLED.text}"
+    assert together.startswith("crossfed: 999 ")
+    assert "site-0, site-1, " in together
+    assert "and 994 more" in together
+    assert together.endswith("site-0 is gone.")
+    delivery.deliver(storm)
+    make().deliver(storm)
+    assert phone.texts[2:] == ["crossfed: site-999 is gone."]
+
+
 def test_damaged_record_costs_no_alert(
     make: Make, phone: Phone, tmp_path: Path
 ) -> None:

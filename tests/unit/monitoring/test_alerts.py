@@ -84,6 +84,22 @@ def test_site_that_misses_rounds_in_a_row(kind: FailureKind) -> None:
     assert _keys(run, events[-1].at) == set()  # It is back in the last round.
 
 
+def test_causes_that_come_in_crowds_are_marked() -> None:
+    """Of a run, its silent sites; of a host, its runs and certificates."""
+    late = [(n, site, FailureKind.DEADLINE) for n in (2, 3, 4) for site in "bc"]
+    events = _going(rounds=4, failures=tuple(late))
+    silent = [*alerts.of_run("r", _run(events), events[-1].at)]
+    assert [(one.crowd, one.member) for one in silent] == [
+        ("r/silent", "b"),
+        ("r/silent", "c"),
+    ]
+    failed = [*alerts.of_run("r", RunNumbers(job="j"), START, status="failed")]
+    ends = HostFacts(free_bytes=1, reserve_bytes=0, expires={"a": 1.0}, knocks={})
+    for one in (*failed, *alerts.of_host(ends, 0.0)):
+        assert one.crowd
+        assert one.member in {"r", "a"}
+
+
 def test_sites_that_share_their_numbers_miss_rounds_on_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
