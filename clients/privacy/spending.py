@@ -138,7 +138,32 @@ def _name(charge: Charge) -> str:
 
 
 class BudgetedTrainer:
-    """A ``federation.protocols.Trainer`` around a private one and a ledger."""
+    """A ``federation.protocols.Trainer`` around a private one and a ledger.
+
+    Each task that a site begins is charged once, in rounds and in buffers
+    (``schedule.mode = "buffered"``). Let e_1, ..., e_k be a site's charges of training,
+    with Renyi divergences r_i(alpha). Its i-th task begins with a model that earlier
+    answers of this and other sites decide. Given that model, the answer is the
+    mechanism of e_i on the site's records with new noise. So the k answers together are
+    an adaptive composition, of divergence r_1 + ... + r_k (Mironov 2017,
+    arXiv:1702.07476, proposition 1), and the ledger turns the sum into epsilon. It
+    needs neither equal models, nor that sites take turns.
+
+    All else in a buffer costs nothing. Whether an answer counts, in which model, and
+    its weight by staleness (how many models were made since) are computed from answers
+    and from the order in which they come: post-processing. That order follows from
+    machines and lines, not from values of records, apart from the time that a step
+    takes, a side channel that rounds have as well. A task that is withdrawn, or open
+    when a process is killed, has its charge and no answer: the answers are then a part
+    of what the k charges bound. A task that is sent again is charged again, so a kill
+    costs a site one task at most.
+
+    A site gets each model once, so it begins at most ``rounds`` tasks, for which the
+    noise is planned; who answers faster begins more. Whether this number follows from
+    earlier answers does not matter: charges are alike, so no order of tasks leads
+    beyond what the ledger has room for, as in ``Releases.event_in``. That is the bound
+    also against an aggregator that sends more tasks.
+    """
 
     def __init__(
         self,

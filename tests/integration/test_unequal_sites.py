@@ -15,6 +15,7 @@ from support.small_jobs import small_job
 from support.without_report import simulate
 
 from federation.errors import JobError
+from federation.event_log import read_events
 from federation.events import (
     CostPredicted,
     DataDistributed,
@@ -285,6 +286,37 @@ def test_stopped_run_counts_no_update_twice(tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("moment", "saved"),
+    [(("SiteAnswered", 5), 4), (("RoundFinished", 5), 4), (("CheckpointSaved", 5), 5)],
+)
+def test_run_killed_in_a_buffer_loses_no_counted_update_and_counts_none_twice(
+    moment: tuple[str, int], saved: int, tmp_path: Path
+):
+    """It goes on as one that was stopped after its last checkpoint, bit for bit."""
+    killed, stopped, rounds = tmp_path / "killed", tmp_path / "stopped", 0
+
+    def count(event: Event) -> None:
+        nonlocal rounds
+        rounds += isinstance(event, RoundFinished)
+
+    kill_at(tables_of(BUFFERED), killed, *moment, engine="virtual")
+    told_by(job_of(BUFFERED), stopped, count, stop=lambda: rounds >= saved)
+    for folder in (killed, stopped):
+        told_by(job_of(BUFFERED), folder, count, resume=True)
+    assert (killed / "model.safetensors").read_bytes() == (
+        stopped / "model.safetensors"
+    ).read_bytes()
+    view = fold(read_events(killed / "events.jsonl"))
+    assert len(view.rounds) == view.rounds_completed == 12
+    assert sum(view.participation.counts.values()) == 24
+    # Those of a buffer that was not saved are trained again.
+    answers = of(SiteAnswered, read_events(killed / "events.jsonl"))
+    in_models = answers[: 2 * saved] + answers[-2 * (12 - saved) :]
+    began = [(a.site, a.round_index - a.staleness) for a in in_models]
+    assert len(set(began)) == len(began) == 24
+
+
 def told_by(
     job: JobSpec, folder: Path, count: Any, *, stop: Any = None, resume: bool = False
 ) -> list[Event]:
@@ -522,6 +554,55 @@ def test_killed_private_run_pays_for_one_more_round_at_most(
                     c for c in charges if c.round_index == answer.round_index
                 )
                 assert charge.event.steps == answer.num_steps
+
+
+ONE_FAST = {
+    "schedule": {"mode": "buffered", "buffer_size": 1},
+    "privacy": {"differential_privacy": {"reserve_rounds": 0}},
+    "simulation": {
+        "machines": [
+            {"site": site, "examples_per_second": 1000.0 if site == "site-1" else 20.0}
+            for site in SITES
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("kills", [0, 1])
+@pytest.mark.parametrize("more", [BUFFERED, ONE_FAST], ids=["two", "one"])
+def test_each_task_of_a_buffer_is_charged_once_and_the_target_holds(
+    more: dict[str, Any], kills: int, tmp_path: Path
+):
+    """A kill costs a site the task that it had open; without one, all have room."""
+    run = tmp_path / "run"
+    if kills:
+        kill_at(tables_of(PRIVATE, more), run, "SiteAnswered", 5, engine="virtual")
+    told(job_of(PRIVATE, more), folder=run, resume=bool(kills))
+    events = list(read_events(run / "events.jsonl"))
+    assert of(RunFinished, events)[-1].status == "completed"
+    most = 0
+    for site in SITES:
+        (*charges,) = (
+            charge
+            for charge in read_file(run / "sites" / site / LEDGER_NAME).charges
+            if charge.purpose == "train"
+        )
+        answers = [a for a in of(SiteAnswered, events) if a.site == site]
+        begun = {a.round_index - a.staleness for a in answers}
+        # A last task is withdrawn, and the evaluation after it, as one that is open.
+        begun_last = any(
+            f.site == site and f.round_index == 12 and f.kind == FailureKind.SURPLUS
+            for f in of(SiteFailed, events)
+        )
+        times = Counter(charge.round_index for charge in charges)
+        assert begun <= {*times} <= {*range(1, 13)}
+        assert 0 <= len(charges) - len(begun) - begun_last <= kills
+        assert charges[-1].epsilon_after <= 50.0
+        most = max(most, len(charges))
+    assert most <= 12
+    if more is ONE_FAST:
+        refused = [e for e in of(SiteFailed, events) if e.site == "site-1"]
+        assert (most, len(refused) > 0) == (12, bool(kills))
 
 
 def test_resumed_run_of_sums_goes_on_as_fast(tmp_path: Path):
