@@ -77,8 +77,8 @@ class SitePageSpec:
     """How the site's operator sees what it does.
 
     Attributes:
-        port: Port of the site's own page on the loopback interface; 0 for none.
-            `crossfed site status` prints the address.
+        port: Port of the site's own page and of `/metrics` on the loopback interface; 0
+            for neither. `crossfed site status` prints the page's address.
     """
 
     port: int = key(default=0, low=0, high=65535)

@@ -42,6 +42,7 @@ _SECTOR, _KIB, _MICRO, _MILLI = 512, 1024, 1e-6, 1e-3
 _UNKNOWN = "unknown"
 
 Joules = tuple[float, float]  # At least and at most.
+Sample = tuple[str, dict[str, str], float]  # The name of its family, labels, value.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,7 +377,14 @@ class UseLog:
         """
         self._saved = self.clock.monotonic()
         replace_file(self.folder / TOTALS, [json.dumps(encode(self._use)).encode()])
-        text = "".join(f"{line}\n" for line in _metrics(self._use, self.grams_per_kwh))
+        # By hand: the library that serves metrics would be 2 MiB of every agent.
+        text, last = "", ""
+        for name, labels, value in samples(self._use, self.grams_per_kwh):
+            if name != last:
+                kind = "counter" if name.endswith("_total") else "gauge"
+                text, last = f"{text}# TYPE {name} {kind}\n", name
+            listed = ",".join(f'{label}="{each}"' for label, each in labels.items())
+            text += f"{name}{{{listed}}} {value:.9g}\n"
         replace_file(self.folder / METRICS, [text.encode()])
 
 
@@ -386,28 +394,24 @@ _HEADS = (
 )
 
 
-def _metrics(use: MachineUse, grams_per_kwh: float) -> Iterator[str]:
-    """The lines of ``use.prom``, family by family."""
-    found: dict[str, list[str]] = {}
-
-    def add(name: str, labels: str, value: float) -> None:
-        found.setdefault(f"crossfed_machine_{name}", []).append(f"{labels} {value:.9g}")
-
+def samples(use: MachineUse, grams_per_kwh: float) -> Iterator[Sample]:
+    """Values for a Prometheus, family by family."""
+    taken = [
+        ({"state": each.state, "bound": bound}, joules)
+        for each in use.states
+        for bound, joules in zip(("low", "high"), each.joules or (), strict=False)
+    ]
     for each in use.states:
-        state = f'state="{each.state}"'
-        add("seconds_total", f"{{{state}}}", each.seconds)
-        for bound, joules in zip(("low", "high"), each.joules or (), strict=False):
-            labels = f'{{{state},bound="{bound}"}}'
-            add("joules_total", labels, joules)
-            if grams_per_kwh:
-                add("gco2e_grams_total", labels, grams(joules, grams_per_kwh))
+        yield "crossfed_machine_seconds_total", {"state": each.state}, each.seconds
+    for labels, joules in taken:
+        yield "crossfed_machine_joules_total", labels, joules
+    for labels, joules in taken if grams_per_kwh else ():
+        made = grams(joules, grams_per_kwh)
+        yield "crossfed_machine_gco2e_grams_total", labels, made
     for name in (each.name for each in fields(use)):
         value = getattr(use, name)
         if isinstance(value, int | float) and name not in {"since", "at"}:
-            add(name, "", value)
-    for name, rows in found.items():
-        yield f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"
-        yield from (f"{name}{row}" for row in rows)
+            yield f"crossfed_machine_{name}", {}, value
 
 
 def parts(

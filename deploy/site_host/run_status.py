@@ -8,6 +8,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from clients.privacy import ledger_memory
@@ -166,9 +167,12 @@ def refused(config: SiteConfig) -> Sequence[RefusedRun]:
 
 def read(config: SiteConfig, newest: int = 0) -> Iterator[RunStatus]:
     """Yield the status of each run, the oldest first; with ``newest``, of so many."""
-    for path in sorted(runs_folder(config).glob(f"*/{STATUS}"))[-newest:]:
-        if (found := read_one(path.parent)) is not None:
-            yield found
+    names: list[str] = []
+    with contextlib.suppress(FileNotFoundError):  # No run has come yet.
+        names = sorted(path.name for path in runs_folder(config).iterdir())
+    found = (read_one(runs_folder(config) / name) for name in reversed(names))
+    known = (one for one in found if one is not None)
+    yield from reversed([*islice(known, newest or None)])
 
 
 def read_one(folder: Path) -> RunStatus | None:

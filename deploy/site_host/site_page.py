@@ -1,6 +1,6 @@
-"""A site's own page: what ``crossfed site status`` says, for the operator's browser.
+"""A site's own page and metrics: what ``crossfed site status`` says, for its operator.
 
-It shows only what the site's folder holds, and nothing of it leaves the host.
+They show only what the site's folder holds, and nothing of it leaves the host.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from federation.errors import FederationError
 from federation.protocols import Clock
 from privacy.secret_files import read_private, write_new
 
-FILE = "page.token"
+FILE, METRICS_FILE = "page.token", "metrics.token"
 MAX_RUNS = 50  # The newest.
 
 
@@ -23,7 +23,7 @@ MAX_RUNS = 50  # The newest.
 def served(
     config: SiteConfig, *, clock: Clock, listener: Callable[[str], None]
 ) -> Iterator[None]:
-    """Serve the page while the context lasts, if ``monitor.port`` asks for it.
+    """Serve page and metrics while the context lasts, if ``monitor.port`` asks for it.
 
     A page that cannot be served is reported, and keeps no site from its work.
 
@@ -34,13 +34,18 @@ def served(
     """
     with contextlib.ExitStack() as stack:
         if config.file.monitor.port:
+            from deploy.site_host.site_metrics import SiteCollector  # noqa: PLC0415
             from monitoring.web.app import site_app  # noqa: PLC0415 -- imports much
 
             try:
-                token = _token(config)
+                token, metrics_token = (_token(config, n) for n in (FILE, METRICS_FILE))
                 page = serving(
                     lambda port: site_app(
-                        lambda: _shown(config, clock), token=token, port=port
+                        lambda: _shown(config, clock),
+                        token=token,
+                        port=port,
+                        metrics=SiteCollector(config),
+                        metrics_token=metrics_token,
                     ),
                     config.file.monitor.port,
                     clock=clock,
@@ -57,11 +62,11 @@ def address(config: SiteConfig) -> str:
     port = config.file.monitor.port
     if not port or not (config.folder / FILE).exists():
         return ""
-    return f"http://127.0.0.1:{port}/?token={_token(config)}"
+    return f"http://127.0.0.1:{port}/?token={_token(config, FILE)}"
 
 
-def _token(config: SiteConfig) -> str:
-    path = config.folder / FILE
+def _token(config: SiteConfig, name: str) -> str:
+    path = config.folder / name
     if not path.exists():
         write_new(path, secrets.token_urlsafe(32).encode())
     return read_private(path).decode().strip()

@@ -38,7 +38,7 @@ from federation.errors import FederationError
 from federation.protocols import Clock
 from monitoring.pages.report import environment
 from monitoring.runs.run_folder import RunFolder, render_comparison
-from monitoring.web.guard import Guard
+from monitoring.web.guard import METRICS, Guard
 from monitoring.web.run_feed import Chart, Page, Row, RunFeed
 
 LOOK_SECONDS = 1.0
@@ -342,7 +342,7 @@ def live_app(
             Route("/runs/{name}/changes", pages.changes),
             Route("/runs/{name}/{action}", pages.act, methods=["POST"]),
             _static(),
-            *([] if metrics is None else [Route("/metrics", _exposed(metrics))]),
+            *([] if metrics is None else [Route(METRICS, _exposed(metrics))]),
         ],
         exception_handlers={HTTPException: _refused},
     )
@@ -350,24 +350,31 @@ def live_app(
 
 
 def site_app(
-    status: Callable[[], Mapping[str, Any]], *, token: str, port: int
+    status: Callable[[], Mapping[str, Any]],
+    *,
+    token: str,
+    port: int,
+    metrics: Collector,
+    metrics_token: str,
 ) -> Guard:
-    """Make the page of a site, for its own operator.
+    """Make the page of a site and its metrics, for its own operator.
 
     Args:
         status: Returns what ``site.html.j2`` shows.
         token: Who knows it may look; see ``Guard``.
         port: Where it is served on the loopback interface.
+        metrics: What ``/metrics`` collects.
+        metrics_token: Who knows it may collect them.
     """
 
     def index(_: Request) -> HTMLResponse:  # Starlette gives it a thread.
         return _html("site.html.j2", **status())
 
     app = Starlette(
-        routes=[Route("/", index), _static()],
+        routes=[Route("/", index), _static(), Route(METRICS, _exposed(metrics))],
         exception_handlers={HTTPException: _refused},
     )
-    return Guard(app, token=token, port=port)
+    return Guard(app, token=token, port=port, metrics_token=metrics_token)
 
 
 def _static() -> Mount:

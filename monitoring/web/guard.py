@@ -35,7 +35,8 @@ _HEADERS = {
 METRICS = "/metrics"
 _ADDRESS = "open the address that crossfed has printed: it holds a token\n"
 _BEARER = (
-    "send the token in the aggregator's metrics.token as Authorization: Bearer TOKEN\n"
+    "send the token in metrics.token, in the folder of this aggregator or site, as "
+    "Authorization: Bearer TOKEN\n"
 )
 
 

@@ -24,6 +24,7 @@ from federation.events import Event
 from federation.messages import FailureKind
 from monitoring.runs.run_folder import RunFolder
 from monitoring.web.app import Shown, live_app, site_app
+from monitoring.web.run_metrics import RunsCollector
 
 pytestmark = [
     pytest.mark.slow,
@@ -235,7 +236,13 @@ def test_axe_finds_nothing_serious(tab: Tab, address: str, scheme: str) -> None:
     tab.prefer(scheme)
     tab.call("Page.setBypassCSP", enabled=True)
     with serving(
-        lambda port: site_app(lambda: status, token=TOKEN, port=port),
+        lambda port: site_app(
+            lambda: status,
+            token=TOKEN,
+            port=port,
+            metrics=RunsCollector(list),
+            metrics_token="",
+        ),
         0,
         clock=clock,
         last_look_seconds=0.0,

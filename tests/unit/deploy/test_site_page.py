@@ -7,14 +7,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client import parser as node_exporter
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from support import agents
 
 from clients.privacy.ledger_memory import LifetimeBudget, RememberedLedger
-from deploy.site_host import run_status, site_page
+from deploy.site_host import run_status, site_metrics, site_page
 from deploy.site_host.config import SiteConfig, SitePageSpec
 from deploy.site_host.machine_use import Counters, UseLog
 from deploy.site_host.run import runs_folder, site_memory
 from deploy.site_host.run_status import RunStatus
+from deploy.site_host.site_metrics import SiteCollector
 from federation.clock import SystemClock, VirtualClock
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger import InMemoryLedger
@@ -112,6 +115,12 @@ def test_operator_sees_what_left_the_site(tmp_path: Path) -> None:
         assert httpx.get(address.partition("?")[0]).status_code == 403
         with httpx.Client(follow_redirects=True) as browser:
             answered = browser.get(address).text
+        metrics = f"http://127.0.0.1:{port}/metrics"
+        assert httpx.get(metrics).status_code == 403
+        token = (tmp_path / "metrics.token").read_text()
+        bearer = {"Authorization": f"Bearer {token}"}
+        scraped = httpx.get(metrics, headers=bearer)
+        assert httpx.get(f"{metrics}/../", headers=bearer).status_code == 403
     page = unescape(answered)
     assert said[1:] == []
     found = run_status.status(config)
@@ -130,7 +139,31 @@ def test_operator_sees_what_left_the_site(tmp_path: Path) -> None:
     ):
         assert words in page, words
     assert HOSTILE not in answered
-    assert (tmp_path / "page.token").stat().st_mode & 0o777 == 0o600
+    for name in ("page.token", "metrics.token"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    samples = {
+        (
+            each.name,
+            *(v for k, v in sorted(each.labels.items()) if k != "run"),
+        ): each.value
+        for family in text_string_to_metric_families(scraped.text)
+        for each in family.samples
+    }
+    assert samples["crossfed_agent_run_epsilon_left", HOSTILE] == 4.75
+    assert samples["crossfed_agent_run_rounds_answered", HOSTILE] == RUN.answered
+    assert samples["crossfed_agent_run_bytes_total", "up", HOSTILE] == RUN.bytes_up
+    assert samples["crossfed_agent_dataset_epsilon", "imaging"] == spent["imaging"]
+    # Of the machine, what the text file collector of a node exporter reads.
+    of_machine = {
+        (each.name, *(v for _, v in sorted(each.labels.items()))): each.value
+        for family in node_exporter.text_string_to_metric_families(
+            (tmp_path / "use.prom").read_text()
+        )
+        for each in family.samples
+    }
+    assert len(of_machine) > 15
+    for key, value in of_machine.items():
+        assert samples[key] == pytest.approx(value), key
 
 
 def test_operator_reads_when_the_certificate_is_renewed_next(tmp_path: Path) -> None:
@@ -155,3 +188,23 @@ def test_page_reads_the_newest_runs_alone(tmp_path: Path) -> None:
     newest = [run.run_id[:8] for run in run_status.status(config, 2).runs]
     assert newest == ["20260103", "20260104"]
     assert len(run_status.status(config).runs) == 5
+
+
+def test_number_of_series_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site may keep 10,000 runs, and their names are the aggregator's."""
+    monkeypatch.setattr(site_metrics, "MAX_RUNS", 2)
+    config = _config(tmp_path, 0)
+    for number in range(5):
+        folder = runs_folder(config) / f"2026010{number}-000000-abcdef"
+        folder.mkdir(parents=True)
+        run_status.saver(folder)(replace(RUN, run_id=folder.name))
+    labels = [
+        sample.labels
+        for family in SiteCollector(config).collect()
+        for sample in family.samples
+    ]
+    assert {each["run"][:8] for each in labels if "run" in each} == {
+        *("20260103", "20260104")
+    }
