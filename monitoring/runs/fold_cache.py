@@ -44,4 +44,4 @@ def _seal(body: bytes) -> bytes:
 
 
 def _release() -> str:
-    return f"3 {metadata.version('crossfed')}"
+    return f"4 {metadata.version('crossfed')}"

@@ -21,6 +21,7 @@ from federation.events import (
     RunStarted,
     SiteAnswered,
     SiteFailed,
+    StepTaken,
 )
 from federation.messages import FailureKind
 from monitoring import privacy_words
@@ -68,7 +69,8 @@ class RunNumbers:
         rounds: Rounds of the job.
         values: Gauges by name; those that are not known are absent.
         ended: Rounds that ended, by status.
-        bytes: Traffic of ended rounds and separate evaluations, by direction.
+        bytes: Traffic of rounds that are over and of evaluations, by direction.
+        under_way: The same since, of answers and steps.
         round_seconds: Sum of the durations of ended rounds.
         sites: By site; all further ones under one name.
         silent: Rounds in a row that a site has missed, if any.
@@ -92,6 +94,7 @@ class RunNumbers:
     values: dict[str, float] = field(default_factory=dict)
     ended: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    under_way: Counter[str] = field(default_factory=Counter)
     round_seconds: float = 0.0
     sites: dict[str, SiteNumbers] = field(default_factory=dict)
     silent: Counter[str] = field(default_factory=Counter)
@@ -115,7 +118,8 @@ class RunNumbers:
     @classmethod
     def restored(cls, kept: Mapping[str, Any]) -> "RunNumbers":
         """Go on where other numbers were."""
-        counters = {name: Counter(kept[name]) for name in ("ended", "bytes", "silent")}
+        names = ("ended", "bytes", "under_way", "silent")
+        counters = {name: Counter(kept[name]) for name in names}
         sites = {name: SiteNumbers(**row) for name, row in kept["sites"].items()}
         planned = kept["planned"] and from_line(kept["planned"])
         return cls(**{**kept, **counters, "sites": sites, "planned": planned})
@@ -123,6 +127,8 @@ class RunNumbers:
     def add(self, event: Event) -> None:
         """Add the next event."""
         match event:
+            case StepTaken():
+                self._under_way(sum(event.bytes_up), sum(event.bytes_down))
             case SiteAnswered():
                 self._answer(event)
             case SiteFailed():
@@ -137,10 +143,12 @@ class RunNumbers:
     def _note(self, event: Event) -> None:
         match event:
             case RunStarted():
+                self._count_under_way()
                 self.job, self.rounds = event.job_name, event.rounds
                 self.status, self.reason = RUNNING, ""
                 self.values["started_timestamp_seconds"] = event.at
             case RoundStarted():
+                self._count_under_way()
                 self.values["round"] = event.round_index
                 self.values["round_started_timestamp_seconds"] = event.at
                 self.is_between_rounds = False
@@ -149,6 +157,7 @@ class RunNumbers:
                 caps = [site.epsilon_cap for site in event.sites]
                 self._set("epsilon_cap", max(caps, default=None))
             case RunFinished():
+                self._count_under_way()
                 self.status, self.reason = event.status, event.message
 
     def _evaluate(self, event: ModelEvaluated) -> None:
@@ -187,6 +196,7 @@ class RunNumbers:
         self.recent_seconds.append(event.seconds)
         del self.recent_seconds[:-_RECENT_ROUNDS]
         self.is_between_rounds = True
+        self.under_way.clear()  # The round's own sum covers it.
         self._count_bytes(event.bytes_up, event.bytes_down)
         self.rounds_left = self.rounds - event.round_index
         cap, spent = self.values.get("epsilon_cap"), self.values.get("epsilon", 0.0)
@@ -199,6 +209,7 @@ class RunNumbers:
     def _answer(self, event: SiteAnswered) -> None:
         site = self._site(event.site)
         site.answers += 1
+        self._under_way(event.bytes_up, event.bytes_down)
         site.waited += event.answered_seconds - event.asked_seconds
         site.last_answer = event.at
         self.silent.pop(event.site, None)
@@ -206,6 +217,7 @@ class RunNumbers:
             self._charge(event.site, event.spent.epsilon)
 
     def _fail(self, event: SiteFailed) -> None:
+        self._under_way(event.bytes_up, event.bytes_down)
         failures, kind = self._site(event.site).failures, event.kind.value
         failures[kind] = failures.get(kind, 0) + 1
         if event.kind not in _NOT_SILENT:
@@ -215,6 +227,15 @@ class RunNumbers:
         site = self._site(name)
         site.epsilon = max(epsilon, site.epsilon or 0.0)
         self._set("epsilon", max(site.epsilon, self.values.get("epsilon", 0.0)))
+
+    def _under_way(self, up: int, down: int) -> None:
+        self.under_way["up"] += up
+        self.under_way["down"] += down
+
+    def _count_under_way(self) -> None:
+        """Count what no sum of a round covers: one was killed, or it was outside."""
+        self.bytes.update(self.under_way)
+        self.under_way.clear()
 
     def _count_bytes(self, up: int, down: int) -> None:
         self.bytes["up"] += up

@@ -38,6 +38,10 @@ def result(view: RunView) -> dict[str, Any]:
         **_privacy_result(view),
         "rounds": _round_results(view),
         "final_evaluation": {"bytes_up": up, "bytes_down": down},
+        "superseded": {
+            "bytes_up": view.superseded.bytes_up,
+            "bytes_down": view.superseded.bytes_down,
+        },
         "sites": [_site_result(site, view) for site in view.sites],
         "storage": [
             {

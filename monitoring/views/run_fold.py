@@ -38,7 +38,7 @@ from federation.job.metrics import STATISTICS
 from federation.messages import PrivacySpent
 from monitoring.views.participation import waited
 from monitoring.views.round_view import RoundView
-from monitoring.views.run_totals import RunTotals
+from monitoring.views.run_totals import RunTotals, Superseded
 from monitoring.views.run_view import RunView
 from monitoring.views.site_view import larger, spent_by_site
 
@@ -107,6 +107,7 @@ class FoldState:
     seconds_before: float
     last_at: float
     spent: tuple[tuple[str, PrivacySpent], ...]
+    superseded: Superseded
 
 
 class RunFold:
@@ -130,6 +131,7 @@ class RunFold:
         self._spent: dict[str, PrivacySpent] = {}
         self._extended: list[RunExtended] = []
         self._remarks: list[Warned | CheckpointSkipped | SiteSummed] = []
+        self._superseded = Superseded()
         self._past: RunTotals | None = None
         self._settled = 0  # The newest round of them.
         self._restarts: list[int] = []
@@ -158,6 +160,7 @@ class RunFold:
             seconds_before=self._seconds_before,
             last_at=self._last_at,
             spent=tuple(self._spent.items()),
+            superseded=self._superseded,
         )
         events: list[Event] = [*self._started, *self._extended, *self._remarks]
         events += [*self._newest.values(), *self._storage.values()]
@@ -173,6 +176,7 @@ class RunFold:
         self._last_round = state.last_round
         self._seconds_before, self._last_at = state.seconds_before, state.last_at
         self._spent = dict(state.spent)
+        self._superseded = state.superseded
 
     def settle(self, most: int | None = None) -> None:
         """Replace rounds that are over by their totals, if there are many answers.
@@ -201,6 +205,7 @@ class RunFold:
             current=None,
             unevaluated=(),
             evaluation_steps=(),
+            superseded=Superseded(),
         )
         totals = RunTotals.of(only)
         self._past = (self._past or RunTotals()).plus(totals).settled()
@@ -251,6 +256,9 @@ class RunFold:
             case StepTaken():
                 known.steps.append(event)
             case _ if type(event) in _ONCE:
+                if isinstance(event, ModelEvaluated) and known.evaluated:
+                    # An extension evaluates the model again that was the last one.
+                    self._supersede(_RoundNotes(evaluated=known.evaluated))
                 setattr(known, _ONCE[type(event)], event)
         if isinstance(event, RoundFinished):
             known.waited = waited(known.reports, known.awaited)
@@ -316,6 +324,7 @@ class RunFold:
             selected=self._selected(),
             engines=tuple(self._engines),
             past=self._past,
+            superseded=self._superseded,
             summed={e.site: e for e in self._remarks if isinstance(e, SiteSummed)},
         )
 
@@ -341,8 +350,22 @@ class RunFold:
         if first_round <= self._settled:
             self._past, self._settled, self.is_lost = None, 0, True
         for index in [index for index in self._rounds if index >= first_round]:
-            del self._rounds[index]
+            self._supersede(self._rounds.pop(index))
         self._last_round = max(self._rounds, default=0)
+
+    def _supersede(self, gone: _RoundNotes) -> None:
+        """Count what was sent for nothing, as it was sent."""
+        row, evaluated = _view(0, gone, self._started[-1]), gone.evaluated
+        found = [(one.site, one.bytes_up, one.bytes_down) for one in gone.reports]
+        shared: list[StepTaken | ModelEvaluated] = [*gone.steps]
+        shared += [evaluated] if evaluated else []
+        for each in shared:
+            found += zip(each.sites, each.bytes_up, each.bytes_down, strict=True)
+        self._superseded = self._superseded.plus(
+            row.bytes_up + (sum(evaluated.bytes_up) if evaluated else 0),
+            row.bytes_down + (sum(evaluated.bytes_down) if evaluated else 0),
+            found,
+        )
 
     def _newest_of(self, kind: type[_Event]) -> _Event | None:
         event = self._newest.get(kind)

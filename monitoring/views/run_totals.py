@@ -68,6 +68,35 @@ class RoundRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Superseded:
+    """Traffic of rounds that ran again, and of evaluations that were made anew.
+
+    Attributes:
+        bytes_up: Bytes from all sites.
+        bytes_down: Bytes to all sites.
+        sites: Bytes from and to each of them.
+    """
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    sites: tuple[tuple[str, int, int], ...] = ()
+
+    def plus(
+        self, up: int, down: int, parts: Iterable[tuple[str, int, int]]
+    ) -> "Superseded":
+        """Add bytes, and the part of each site."""
+        sites = {site: (its_up, its_down) for site, its_up, its_down in self.sites}
+        for site, its_up, its_down in parts:
+            before = sites.get(site, (0, 0))
+            sites[site] = (before[0] + its_up, before[1] + its_down)
+        return Superseded(
+            bytes_up=self.bytes_up + up,
+            bytes_down=self.bytes_down + down,
+            sites=tuple((site, *both) for site, both in sites.items()),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunTotals:
     """Totals of rounds.
 

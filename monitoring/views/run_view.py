@@ -40,6 +40,7 @@ from monitoring.views.round_view import RUNNING, RoundView
 from monitoring.views.run_totals import (
     RoundRow,
     RunTotals,
+    Superseded,
     add_surplus,
     took_part,
 )
@@ -96,6 +97,7 @@ class RunView:
         engines: What brought tasks to the sites, each from a round on.
         past: Totals of rounds that were settled, and are not in ``rounds``; see
             ``monitoring.views.run_totals``.
+        superseded: Traffic of rounds that ran again, and of evaluations made anew.
         summed: The newest sums of each site, in a run of exact statistics in the clear.
     """
 
@@ -123,6 +125,7 @@ class RunView:
     selected: ModelSelected | None = None
     engines: tuple[tuple[int, str], ...] = ()
     past: RunTotals | None = None
+    superseded: Superseded = field(default_factory=Superseded)
     summed: Mapping[str, SiteSummed] = field(default_factory=dict)
 
     @property
@@ -242,12 +245,12 @@ class RunView:
 
     @property
     def bytes_up(self) -> int:
-        """Bytes from all sites, in the rounds that count and to evaluate."""
+        """Bytes from all sites, whatever they were for."""
         return self._traffic("bytes_up")
 
     @property
     def bytes_down(self) -> int:
-        """Bytes to all sites, in the rounds that count and to evaluate."""
+        """Bytes to all sites, whatever they were for."""
         return self._traffic("bytes_down")
 
     @property
@@ -265,7 +268,9 @@ class RunView:
     def _traffic(self, way: str) -> int:
         rounds = sum(int(getattr(row, way)) for row in self._all_rounds())
         past = 0 if self.past is None else int(getattr(self.past, way))
-        return self._evaluating(way) + rounds + past
+        return (
+            self._evaluating(way) + rounds + past + int(getattr(self.superseded, way))
+        )
 
     @property
     def last_evaluated(self) -> ModelEvaluated | None:
@@ -405,8 +410,14 @@ class RunView:
         yield from self.unevaluated
 
     def _step_bytes(self) -> tuple[Counter[str], Counter[str]]:
-        """Bytes up and down of each site in the steps of secure aggregation."""
+        """Bytes up and down of each site in no answer that counts.
+
+        In the steps of secure aggregation, and in what was superseded.
+        """
         up, down = Counter[str](), Counter[str]()
+        for site, from_site, to_site in self.superseded.sites:
+            up[site] += from_site
+            down[site] += to_site
         rounds = (step for row in self._all_rounds() for step in row.steps)
         for step in (*rounds, *self.evaluation_steps):
             rows = zip(step.sites, step.bytes_up, step.bytes_down, strict=True)

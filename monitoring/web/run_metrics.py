@@ -109,7 +109,7 @@ _FAMILIES = (
     ),
     _Family(
         name="run_bytes",
-        text="Bytes of ended rounds and separate evaluations.",
+        text="Bytes of rounds that are over, also repeated ones, and of evaluations.",
         labels=("direction",),
         rows=lambda run: _by_name(run.bytes),
         is_counter=True,

@@ -1,6 +1,7 @@
 """A run is what its newest events say."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -22,13 +23,15 @@ from federation.events import (
     Warned,
 )
 from federation.messages import FailureKind, MetricSums
+from federation.typed_json import decode, encode
+from monitoring.runs.run_numbers import RunNumbers
 from monitoring.terminal import outcome
 from monitoring.views.result_json import result
 from monitoring.views.round_view import (
     metrics_of,
     named_metric,
 )
-from monitoring.views.run_fold import RunFold, fold
+from monitoring.views.run_fold import FoldState, RunFold, fold
 from monitoring.views.run_view import RunView
 
 
@@ -174,6 +177,58 @@ def test_newest_record_of_a_round_counts():
     assert len(view.checkpoints) == 10
 
 
+def _extended() -> list[Event]:
+    """The model after round 3 is evaluated at the end, and again by round 4."""
+    first = event_samples.run(Script(rounds=3, seed=1))
+    at = first[-1].at + 60
+    longer = event_samples.run(Script(rounds=12, first_round=4, start=at, seed=2))
+    again = next(
+        replace(event, at=at + 1, round_index=3, bytes_up=(0, 0), bytes_down=(0, 0))
+        for event in first
+        if isinstance(event, ModelEvaluated)
+    )
+    began = [isinstance(event, RoundStarted) for event in longer].index(True)
+    extension = RunExtended(
+        at=at,
+        last_round=3,
+        first_round=4,
+        rounds_before=3,
+        rounds=12,
+        job_before="",
+        job="",
+    )
+    return [*first, extension, *longer[:began], again, *longer[began:]]
+
+
+@pytest.mark.parametrize("make", [event_samples.resumed, _extended])
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_totals_are_the_bytes_that_were_sent(
+    make: Callable[[], list[Event]], *, is_settled: bool
+) -> None:
+    """Also in rounds that ran again, and before an extension; in metrics likewise."""
+    events = make()
+    whole, numbers = RunFold(), RunNumbers()
+    whole.expect([e.first_round for e in events if isinstance(e, RunStarted)])
+    for event in events:
+        whole.add(event)
+        numbers.add(event)
+        if is_settled:
+            whole.settle(0)
+    view, (up, down) = whole.view(), _bytes_told(events)
+    assert (view.past is not None) is is_settled
+    assert (view.bytes_up, view.bytes_down) == (up, down)
+    assert (numbers.bytes["up"], numbers.bytes["down"]) == (up, down)
+    assert sum(site.bytes_up for site in view.sites) == up
+    assert sum(site.bytes_down for site in view.sites) == down
+    assert view.superseded.bytes_down > 0
+    state, kept = whole.kept()
+    other = RunFold()
+    for event in kept:
+        other.add(event)
+    other.restore(decode(encode(state), FoldState, where="state"))
+    assert other.view().bytes_up == up
+
+
 def test_sites_that_had_left_before_a_restart_are_not_missing():
     """A coordinator that resumes says anew without whom it continues."""
     events = event_samples.resumed()
@@ -221,6 +276,7 @@ def test_result_is_json():
         "privacy",
         "rounds",
         "final_evaluation",
+        "superseded",
         "sites",
         "storage",
         "seconds",
