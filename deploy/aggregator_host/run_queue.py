@@ -60,8 +60,10 @@ ROOM_BYTES = 1 << 20
 
 MISSED_LOOKS = 3
 
-# How long a round waits for sites to come back: see ``cloud_adapters.flower.presence``.
-RETURN_SECONDS = 90.0
+# How long a coordinator may note nothing in its own work: it tries again for so long
+# what a store refuses (``cloud_adapters.storage.retry``). It notes begin and end of its
+# waits for sites that may come back, which are shorter (``flower.presence``).
+PATIENCE_SECONDS = 120.0
 
 # Starts of a coordinator without a single round in between.
 MAX_FRUITLESS_STARTS = 5
@@ -187,16 +189,18 @@ class QueuedRun:
         return begun and self.run.is_ended()
 
     def hangs(self, now: float, *, connect_seconds: float) -> bool:
-        """Whether its coordinator has done nothing for longer than a round may take.
+        """Whether its coordinator has noted nothing for longer than a round may take.
 
-        Before a round's deadline begins, it may wait for sites that were disconnected.
+        A round ends at its deadline. What may come before and after it, a wait for
+        sites that were disconnected and a checkpoint, is noted apart.
         """
         if self.coordinator is None or self.is_finishing:
             return False
         started = self.coordinator.at
         begun = _written(self.run.events) >= started
-        limit = self.request.deadline_seconds if begun else connect_seconds
-        limit += RETURN_SECONDS if begun else 0.0
+        limit = connect_seconds
+        if begun:
+            limit = max(self.request.deadline_seconds, PATIENCE_SECONDS)
         limit += max(MARGIN_SECONDS, MARGIN_SHARE * limit)
         return now - max(started, _progressed(self.run)) > limit
 

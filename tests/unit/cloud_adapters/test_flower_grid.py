@@ -15,6 +15,7 @@ from support import toy_sites
 
 from cloud_adapters.flower import simulation as flower_simulation
 from cloud_adapters.flower.facts import Connected
+from cloud_adapters.storage.retry import Retry
 from deploy.aggregator_host import run_queue
 from federation.clock import VirtualClock
 from federation.errors import FederationError, ProtocolError, SiteError
@@ -1056,4 +1057,26 @@ def test_app_sets_the_threads_of_arithmetic(flower: FakeFlower):
 
 def test_coordinators_may_wait_as_long_as_their_rounds_do():
     """The queue ends those that note nothing for longer; it does not know Flower."""
-    assert run_queue.RETURN_SECONDS == flower_presence.RETURN_SECONDS
+    assert run_queue.PATIENCE_SECONDS >= flower_presence.RETURN_SECONDS
+    assert Retry().deadline_seconds <= run_queue.PATIENCE_SECONDS
+
+
+def test_begin_and_end_of_a_wait_for_a_lost_node_are_noted(
+    beating: Beating, clock: VirtualClock
+):
+    """So that a queue does not take the wait for a part of the round."""
+    told: list[tuple[float, tuple[SiteId, ...]]] = []
+
+    def note(found: Connected) -> None:
+        told.append((clock.now(), found.missing))
+
+    grid = make_grid(beating, clock, handshake=NamesRead(), tell=note)
+    stop_beating(beating, clock, 20)
+    clock.sleep(30.0)
+    told.clear()
+    before = clock.now()
+    exchange(grid, seconds=600.0)
+    (begin, one), (end, nobody) = told
+    assert (len(one), nobody) == (1, ())
+    assert begin - before < 5.0
+    assert end - begin >= flower_presence.RETURN_SECONDS

@@ -1,5 +1,6 @@
 """Turns of runs, their owners and what they have used, from files."""
 
+import json
 import os
 import time
 from dataclasses import replace
@@ -181,12 +182,16 @@ def test_a_person_who_stops_a_run_that_makes_way_is_heard(tmp_path: Path):
     assert (action.code, action.reason) == (130, "stopped while it waited")
 
 
-def test_a_coordinator_that_notes_nothing_hangs(tmp_path: Path):
-    """Sooner while it waits for sites; and not while it writes its report."""
+@pytest.mark.parametrize(("deadline", "limit"), [(600.0, 720.0), (20.0, 150.0)])
+def test_a_coordinator_that_notes_nothing_hangs(
+    deadline: float, limit: float, tmp_path: Path
+):
+    """After one deadline and a margin; and not while it writes its report."""
     run = submitted(tmp_path, "a")
+    table = json.loads((run.path / REQUEST).read_text())
+    assert table["deadline_seconds"] == JOB.schedule.round_deadline_seconds
+    (run.path / REQUEST).write_text(json.dumps(table | {"deadline_seconds": deadline}))
     started(run, 1000.0)
-    limit = queued(run).request.deadline_seconds
-    assert limit == JOB.schedule.round_deadline_seconds
 
     def hangs(after: float) -> bool:
         return queued(run).hangs(1000.0 + after, connect_seconds=20.0)
@@ -197,11 +202,13 @@ def test_a_coordinator_that_notes_nothing_hangs(tmp_path: Path):
     os.utime(run.path / run_queue.CONNECTED, (1015.0, 1015.0))
     assert not hangs(51.0)
     noted(run, 1020.0)
-    limit += run_queue.RETURN_SECONDS  # A disconnected site may come back.
-    more = max(run_queue.MARGIN_SECONDS, run_queue.MARGIN_SHARE * limit)
-    assert not hangs(20.0 + limit + more)
-    assert hangs(21.0 + limit + more)
-    noted(run, 1020.0, ends=True)
+    assert not hangs(20.0 + limit)
+    assert hangs(21.0 + limit)
+    # A wait for a site that may come back has ended: the deadline begins.
+    os.utime(run.path / run_queue.CONNECTED, (1110.0, 1110.0))
+    assert not hangs(110.0 + limit)
+    assert hangs(111.0 + limit)
+    noted(run, 1120.0, ends=True)
     assert queued(run).is_finishing
     assert not hangs(9e9)
 
