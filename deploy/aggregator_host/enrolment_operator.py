@@ -5,10 +5,11 @@ call is finished by repeating it, or by the next start of the aggregator. Neithe
 free disk space: some is reserved (``disk_reserve``).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cloud_adapters.nginx import processes as proxy_processes
 from deploy import audit_log
@@ -47,6 +48,9 @@ from privacy.secagg.agreement.identity import PublicIdentity
 from privacy.secagg.agreement.roster import SITE
 from privacy.secagg.errors import RosterRefused
 
+if TYPE_CHECKING:
+    from monitoring.runs.run_numbers import RunNumbers
+
 # Refuses a node from now on; an unknown number is no error.
 Unregister = Callable[[int], None]
 
@@ -65,6 +69,10 @@ class SiteRow:
         release: Release of crossfed that it last came with; likewise.
         fingerprint: Fingerprint of its identity; likewise.
         connected: Whether it is connected; None where that is not known.
+        last_answer: When it answered a task last, in any of the newest runs, seconds
+            since 1970; None if in none.
+        steps_per_second: How fast it trained in the newest run that it answered; None
+            where that run hides it.
     """
 
     site: str
@@ -75,6 +83,8 @@ class SiteRow:
     release: str = ""
     fingerprint: str = ""
     connected: bool | None = None
+    last_answer: float | None = None
+    steps_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +120,11 @@ class RevocationResult:
 
 
 def overview(
-    config: AggregatorConfig, *, clock: Clock, nodes: Collection[int] | None = None
+    config: AggregatorConfig,
+    *,
+    clock: Clock,
+    nodes: Collection[int] | None = None,
+    runs: Iterable["RunNumbers"] = (),
 ) -> Overview:
     """List the sites.
 
@@ -118,6 +132,7 @@ def overview(
         config: The operator's ``aggregator.toml``.
         clock: Tells time.
         nodes: Numbers of the nodes that are connected; None if that is not known.
+        runs: The newest runs, the oldest first.
 
     Raises:
         FederationError: A file is damaged or cannot be read.
@@ -130,14 +145,20 @@ def overview(
         for one in open_ones
         if book.member(one.site) is None
     ]
-    enrolled = []
+    enrolled, roles = [], roster_file.roles(path)
+    known = {n: site for run in runs for n, site in run.sites.items() if site.answers}
     for one in book.members:
         at = max((c.expires for c in one.certificates), default=0.0)
-        pinned = roster_file.pinned(path, site=one.site)
-        role = SITE if pinned is None else pinned.role
-        is_there = None if nodes is None else int(one.node_id) in nodes
-        row = _row(one, "enrolled", at)
-        enrolled.append(replace(row, role=role, connected=is_there))
+        site = known.get(one.site)
+        row = replace(
+            _row(one, "enrolled", at),
+            role=roles.get(one.site, SITE),
+            connected=None if nodes is None else int(one.node_id) in nodes,
+        )
+        if site is not None:
+            speed = site.steps_per_second
+            row = replace(row, last_answer=site.last_answer, steps_per_second=speed)
+        enrolled.append(row)
     revoked = [_row(one.member, "revoked", one.at) for one in book.withdrawn]
     serial, digest = roster_file.describe(path)
     return Overview(sites=(*invited, *enrolled, *revoked), serial=serial, digest=digest)

@@ -188,7 +188,7 @@ def _page(
     if not config.file.monitor.port:
         return nullcontext()
     page, metrics = host_secrets.tokens(config.folder)
-    pages = of_aggregator(config, clock)
+    pages = of_aggregator(config, clock, collector=collector)
     return serving(
         lambda port: live_app(
             pages,

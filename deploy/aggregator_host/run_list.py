@@ -1,14 +1,15 @@
 """The runs of this machine: their folders, and a summary of each."""
 
+import contextlib
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from deploy.aggregator_host import admission, run_queue
+from deploy.aggregator_host import admission, enrolment_operator, run_queue
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.parties import Parties, check
 from deploy.aggregator_host.run_queue import QueuedRun
@@ -22,6 +23,7 @@ from monitoring.views.result_json import finite
 from monitoring.views.round_view import RUNNING, accuracy_of, loss_of
 from monitoring.views.run_view import INTERRUPTED
 from monitoring.web.app import Action, Shown
+from monitoring.web.run_metrics import WAIT_SECONDS, RunsCollector
 
 MAX_NOTE_CHARS = 300  # A hundred sites may refuse, with a line for each.
 
@@ -92,9 +94,20 @@ def _folded(run: RunFolder, _size: int, _changed_ns: int) -> Mapping[str, Any]:
 
 
 def of_aggregator(
-    config: AggregatorConfig, clock: Clock, run: RunFolder | None = None
+    config: AggregatorConfig,
+    clock: Clock,
+    run: RunFolder | None = None,
+    collector: RunsCollector | None = None,
 ) -> Shown:
-    """Return what live pages of an aggregator show; arguments as for ``shown``."""
+    """Return what live pages of an aggregator show.
+
+    Args:
+        config: The operator's ``aggregator.toml``.
+        clock: Tells time.
+        run: See ``shown``.
+        collector: Has the numbers of the newest runs; one of its own by default.
+    """
+    numbers = collector or RunsCollector(lambda: find_runs(config.runs))
 
     def resume(folder: RunFolder) -> None:
         handed = run_queue.read(folder)
@@ -118,7 +131,18 @@ def of_aggregator(
         revoked=lambda: admission.revoked(config),
         missing=missing,
         queue=lambda: admission.queue(config, now=clock.now()),
+        sites=lambda: _sites(config, clock, numbers),
     )
+
+
+def _sites(
+    config: AggregatorConfig, clock: Clock, numbers: RunsCollector
+) -> list[dict[str, Any]]:
+    runs = numbers.look(WAIT_SECONDS).values()
+    with contextlib.suppress(FederationError):  # Verbs say what is damaged.
+        found = enrolment_operator.overview(config, clock=clock, runs=runs)
+        return [asdict(row) for row in found.sites]
+    return []
 
 
 def _never_begun(root: Path) -> list[dict[str, Any]]:

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING
 from deploy.cli.terminal import note, say, say_json, tell
 from deploy.exit_codes import DONE
 from federation.errors import FederationError, JobError
+from monitoring.units import format_duration, format_number
+from privacy.secagg.agreement.roster import SITE
 
 if TYPE_CHECKING:
     from deploy.aggregator_host.config import AggregatorConfig
+    from deploy.aggregator_host.enrolment_operator import SiteRow
     from deploy.site_host.enrol import SiteEnrolled
     from federation.platform_identity import PlatformIdentity
     from privacy.membership.token import Token
@@ -262,15 +265,22 @@ def _unregister(config: "AggregatorConfig", node_id: int) -> None:
 def _sites(options: argparse.Namespace) -> int:
     from deploy.aggregator_host import config as aggregator_file, enrolment_operator  # noqa: PLC0415
     from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
+    from monitoring.runs.find import find_runs  # noqa: PLC0415
+    from monitoring.runs.numbers_reader import MAX_RUNS, NumbersReader  # noqa: PLC0415
 
     config = aggregator_file.load(options.config)
+    runs = [
+        NumbersReader(run.events).look() for run in find_runs(config.runs)[-MAX_RUNS:]
+    ]
     nodes = None
     if folder_lock.is_held(config.lock):
         from deploy.aggregator_host import enrolment_nodes  # noqa: PLC0415 -- imports Flower
 
         with contextlib.suppress(FederationError):  # The list is of use without them.
             nodes = enrolment_nodes.connected(config)
-    found = enrolment_operator.overview(config, clock=options.clock, nodes=nodes)
+    found = enrolment_operator.overview(
+        config, clock=options.clock, nodes=nodes, runs=runs
+    )
     if options.json:
         say_json(asdict(found))
         return DONE
@@ -280,10 +290,23 @@ def _sites(options: argparse.Namespace) -> int:
         say(f"          {_WHEN[row.state]} {_minute(row.at)}")
         if row.connected is not None:
             say(f"          {'connected' if row.connected else 'not connected'}")
+        if row.state == "enrolled" and row.role == SITE:
+            say(f"          {_work(row, options.clock.now())}")
         if row.fingerprint:
             say(f"          fingerprint {row.fingerprint}")
     say(f"roster {found.serial}, digest {found.digest or 'none, it has no sites yet'}")
     return DONE
+
+
+def _work(row: "SiteRow", now: float) -> str:
+    """When a site answered a task last, and how fast it trains."""
+    if row.last_answer is None:
+        return "no answer in the newest runs"
+    ago = format_duration(max(0.0, now - row.last_answer))
+    speed = "-"  # The run hides it.
+    if row.steps_per_second is not None:
+        speed = format_number(row.steps_per_second)
+    return f"last answer {ago} ago, {speed} steps a second"
 
 
 def _day(seconds: float) -> str:

@@ -14,6 +14,7 @@ from monitoring.runs.event_tail import EventTail
 from monitoring.runs.run_numbers import RunNumbers
 
 NAME = ".metrics.json"
+MAX_RUNS = 20  # The newest, which people and a Prometheus look at.
 # Of events that were written: less is read again in 2 ms.
 ROUND_BYTES = 1 << 16
 

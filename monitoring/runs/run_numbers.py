@@ -49,6 +49,8 @@ class SiteNumbers:
         last_answer: When it answered last, seconds since 1970.
         failures: Other answers, and missing ones, by kind.
         epsilon: The largest that it has reported; None if it has not.
+        steps: Optimiser steps, of answers that say how long they took.
+        train_seconds: What these took.
     """
 
     answers: int = 0
@@ -56,6 +58,13 @@ class SiteNumbers:
     last_answer: float = 0.0
     failures: dict[str, int] = field(default_factory=dict)
     epsilon: float | None = None
+    steps: int = 0
+    train_seconds: float = 0.0
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """While it trains; None if the run hides that, or it has not trained."""
+        return self.steps / self.train_seconds if self.train_seconds else None
 
 
 @dataclass(kw_only=True)
@@ -212,6 +221,11 @@ class RunNumbers:
         self._under_way(event.bytes_up, event.bytes_down)
         site.waited += event.answered_seconds - event.asked_seconds
         site.last_answer = event.at
+        trained = sum(each.seconds for each in event.phases if each.name == "train")
+        # Private runs hide how long sites take, whatever a site says.
+        if event.num_steps is not None and self.planned is None and trained > 0:
+            site.steps += event.num_steps
+            site.train_seconds += trained
         self.silent.pop(event.site, None)
         if event.spent is not None:
             self._charge(event.site, event.spent.epsilon)

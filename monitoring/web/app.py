@@ -71,6 +71,7 @@ class Shown:
         revoked: Returns the names of sites that were revoked.
         missing: Returns the names of sites that are away, and that a run waits for.
         queue: Describes the runs that wait; see ``deploy.aggregator_host.admission``.
+        sites: Describes the sites; see ``deploy.aggregator_host.enrolment_operator``.
     """
 
     rows: Callable[[], Sequence[Mapping[str, Any]]]
@@ -79,6 +80,7 @@ class Shown:
     revoked: Callable[[], Collection[str]] = frozenset
     missing: Callable[[RunFolder], Collection[str]] = lambda _run: ()
     queue: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+    sites: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
 
 class _SharedFeed:
@@ -205,7 +207,13 @@ class _Pages:
 
     def _make_list(self) -> float:
         began, rows = time.thread_time(), self._shown.rows()[::-1]
-        self._list = _html("runs.html.j2", rows=rows, queue=self._shown.queue())
+        self._list = _html(
+            "runs.html.j2",
+            rows=rows,
+            queue=self._shown.queue(),
+            sites=self._shown.sites(),
+            now=self._clock.now(),
+        )
         return time.thread_time() - began
 
     async def run(self, request: Request) -> HTMLResponse:

@@ -13,11 +13,10 @@ from threading import Lock
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from monitoring.runs.numbers_reader import NumbersReader
+from monitoring.runs.numbers_reader import MAX_RUNS, NumbersReader
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_numbers import RunNumbers, SiteNumbers
 
-MAX_RUNS = 20
 WAIT_SECONDS = 0.02  # Of a scrape, for the first look at a log that nobody has left.
 
 Rows = Iterable[tuple[tuple[str, ...], float]]  # Further labels, and the value.

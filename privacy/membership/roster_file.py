@@ -158,6 +158,12 @@ def pinned(path: Path, *, site: str | None) -> Party | None:
     return _pinned(_read_document(path), site)
 
 
+def roles(path: Path) -> dict[str, str]:
+    """The role of each site of a roster or a draft. Raises like ``pinned``."""
+    rows = _read_document(path).get("sites", ())
+    return {row["name"]: row.get("role", roster.SITE) for row in rows}
+
+
 def describe(path: Path) -> tuple[int, str]:
     """Serial and digest of a roster; a draft has none of the latter, and is empty.
 

@@ -8,13 +8,20 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support import event_samples
 from support.enrolments import Federation
+from support.event_samples import Script
 
+from deploy.aggregator_host import run_list
 from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.cli import commands as cli, enrolment_verbs
 from federation.clock import SystemClock
+from federation.event_log import EventWriter
+from federation.events import SiteAnswered
+from monitoring.runs.run_folder import RunFolder
 from privacy.membership.token import Token
 
 INVITE = ["aggregator", "invite", "site-a"]
@@ -118,6 +125,37 @@ def test_invitation_of_a_machine_is_no_secret(
     assert str(bound.machine) == machine
     assert cli.main(["aggregator", "sites"]) == 0
     assert "invited   site site-a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("hides", [{}, {"secure": True}, {"epsilon_cap": 8.0}])
+def test_operator_reads_when_a_site_answered_and_how_fast_it_trains(
+    federation: Federation, capsys: pytest.CaptureFixture[str], hides: dict[str, Any]
+):
+    """As far as the newest run lets it be known; on the page, too."""
+    federation.site("site-a")
+    federation.site("site-b")
+    for name, privacy in (("20260101-000000-a", {}), ("20260102-000000-b", hides)):
+        run = RunFolder(federation.config.runs / "job" / name)
+        script = Script(sites=("site-a",), start=federation.clock.now(), **privacy)
+        with EventWriter(run.events) as log:
+            for event in event_samples.run(script):
+                log(event)
+    answers = [e for e in event_samples.run(script) if isinstance(e, SiteAnswered)]
+    steps = sum(answer.num_steps or 0 for answer in answers)
+    trained = sum(p.seconds for e in answers for p in e.phases if p.name == "train")
+    speed = None if hides else pytest.approx(steps / trained)
+    assert cli.main(["aggregator", "sites", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["sites"]
+    page = run_list.of_aggregator(federation.config, federation.clock).sites()
+    for rows in (facts, page):
+        found = {row["site"]: row for row in rows}
+        assert found["site-a"]["last_answer"] == answers[-1].at
+        assert found["site-a"]["steps_per_second"] == speed
+        assert found["site-b"]["last_answer"] is None
+    assert cli.main(["aggregator", "sites"]) == 0
+    text = capsys.readouterr().out
+    assert ("ago, - steps a second" in text) == bool(hides)
+    assert text.count("no answer in") == 1
 
 
 @pytest.mark.parametrize(
