@@ -116,7 +116,11 @@ def _collector(config: AggregatorConfig, clock: Clock) -> "RunsCollector":
             if one.ended_at > since
         }
 
-    return RunsCollector(find, never_begun)
+    def waiting() -> set[str]:
+        handed = run_queue.handed_over(config.runs).runs
+        return {one.name for one in handed if one.status == "waiting"}
+
+    return RunsCollector(find, never_begun, waiting)
 
 
 def _send_traces(

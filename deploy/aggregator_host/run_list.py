@@ -130,6 +130,7 @@ def of_aggregator(
         ),
         revoked=lambda: admission.revoked(config),
         missing=missing,
+        queued=queued,
         queue=lambda: admission.queue(config, now=clock.now()),
         sites=lambda: _sites(config, clock, numbers),
     )
@@ -167,6 +168,15 @@ def missing(run: RunFolder) -> Collection[str]:
     except FederationError:  # It only informs people; verbs say what is damaged.
         return ()
     return () if found is None else found.missing
+
+
+def queued(run: RunFolder) -> str:
+    """What ``crossfed ps`` says of a run that has not ended; empty of others."""
+    try:
+        handed = run_queue.read(run)
+    except FederationError:  # As above.
+        return ""
+    return handed.status if handed is not None and handed.outcome is None else ""
 
 
 def shown(

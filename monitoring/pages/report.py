@@ -11,7 +11,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,7 +170,12 @@ def render(
 
 
 def render_sections(
-    view: RunView, names: Sequence[str], *, is_live: bool, job_toml: str = ""
+    view: RunView,
+    names: Sequence[str],
+    *,
+    is_live: bool,
+    is_waiting: bool = False,
+    job_toml: str = "",
 ) -> Mapping[str, str]:
     """Return some sections of the page as text, as the whole page has them.
 
@@ -178,10 +183,16 @@ def render_sections(
         view: The run; it may still be going on.
         names: Blocks of ``report.html.j2``.
         is_live: Whether a process works on the run.
+        is_waiting: Whether it waits for its next turn, whatever its events say.
         job_toml: The resolved job file, as text.
     """
     template = environment().get_template("report.html.j2")
-    stated = context(view, is_live=is_live, job_toml=job_toml)
+    stated = context(
+        replace(view, finished=None) if is_waiting else view,
+        is_live=is_live,
+        is_waiting=is_waiting,
+        job_toml=job_toml,
+    )
     found = {**stated, "panels": ()}
     within = template.new_context(found)
     return {name: "".join(template.blocks[name](within)) for name in names}
@@ -202,17 +213,19 @@ def context(
     view: RunView,
     *,
     is_live: bool = False,
+    is_waiting: bool = False,
     statistics: RunStatistics | None = None,
     job_toml: str = "",
 ) -> Mapping[str, Any]:
     """What the page's tables and tiles say, by its name in the template."""
-    unfinished = RUNNING if is_live else "not finished"
+    unfinished = "waiting" if is_waiting else RUNNING if is_live else "not finished"
     totals, last = view.totals, view.last_evaluated
     sums = None if last is None else last.pooled
     return {
         "view": view,
         "totals": totals,
         "is_live": is_live,
+        "is_waiting": is_waiting,
         "status_word": unfinished if view.status == RUNNING else view.status,
         "statistics": statistics,
         "tiles": _tiles(view, statistics),

@@ -70,6 +70,7 @@ class Shown:
         actions: What a person may do with a run: some of ``ACTIONS``.
         revoked: Returns the names of sites that were revoked.
         missing: Returns the names of sites that are away, and that a run waits for.
+        queued: Returns what the queue says of a run; empty if it is in none.
         queue: Describes the runs that wait; see ``deploy.aggregator_host.admission``.
         sites: Describes the sites; see ``deploy.aggregator_host.enrolment_operator``.
     """
@@ -79,6 +80,7 @@ class Shown:
     actions: Mapping[str, Action]
     revoked: Callable[[], Collection[str]] = frozenset
     missing: Callable[[RunFolder], Collection[str]] = lambda _run: ()
+    queued: Callable[[RunFolder], str] = lambda _run: ""
     queue: Callable[[], Sequence[Mapping[str, Any]]] = tuple
     sites: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
@@ -87,7 +89,8 @@ class _SharedFeed:
     """One feed for all browsers that look at a run."""
 
     def __init__(self, run: RunFolder, shown: Shown, clock: Clock) -> None:
-        self._feed, self._clock = RunFeed(run, shown.revoked, shown.missing), clock
+        self._feed = RunFeed(run, shown.revoked, shown.missing, shown.queued)
+        self._clock = clock
         # A browser that leaves gives up the first, while its thread still reads on.
         self._lock, self._reading = asyncio.Lock(), threading.Lock()
         self._next = self._next_whole = self._made = 0.0

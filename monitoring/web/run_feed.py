@@ -20,7 +20,7 @@ from monitoring.pages.timeline_plot import MAX_ROUNDS_IN_TIMELINE, PHASES, bars,
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_reader import RunReader
 from monitoring.views.round_view import RUNNING, RoundView, perplexity
-from monitoring.views.run_view import COMPLETED, EXHAUSTED, RunView
+from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED, RunView
 from monitoring.views.site_view import Series
 
 SECTIONS = (
@@ -34,6 +34,7 @@ SECTIONS = (
 )
 INK = ""  # The page's own colour of text, dark or light.
 MAX_AWAITED = 20
+WAITING = "waiting"
 
 Row = tuple[float | None, ...]  # x, and the value of each line there
 Line = tuple[str, str, Series]  # Its name, colour and points.
@@ -65,8 +66,8 @@ class Page:
 
     Attributes:
         title: The job's name, and how far the run is.
-        state: ``live``, ``interrupted``, ``stopped`` before its last round, ``ended``,
-            or ``deleted``.
+        state: ``live``, ``interrupted``, ``waiting`` for its next turn, ``stopped``
+            before its last round, ``ended``, or ``deleted``.
         sections: HTML by the id of its place.
         charts: Figures by name.
         timeline: The last rounds: sites, bars and colours; None before the first.
@@ -87,6 +88,7 @@ class RunFeed:
         run: RunFolder,
         revoked: Callable[[], Collection[str]] = frozenset,
         missing: Callable[[RunFolder], Collection[str]] = lambda _run: (),
+        queued: Callable[[RunFolder], str] = lambda _run: "",
     ) -> None:
         """Begin before its first event.
 
@@ -95,14 +97,19 @@ class RunFeed:
             revoked: Returns the names of sites that were revoked.
             missing: Returns the names of sites that the run's coordinator waits for
                 because they are away; empty if it waits for no such site.
+            queued: Returns what a queue says of the run; empty if it is in none, or no
+                longer.
         """
         self._run, self._revoked, self._missing = run, revoked, missing
+        self._queued, self._state = queued, ""
         self._reader = RunReader(run.events)
         self._whole: _Whole | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether the run has ended, by its newest events, or was deleted."""
+        if self._state == WAITING:
+            return False  # Its last coordinator has ended, and another one will come.
         return self._reader.fold.finished is not None or self._reader.tail.is_gone
 
     @property
@@ -130,12 +137,21 @@ class RunFeed:
     def _made(self, now: float, *, whole: bool) -> Page:
         view = self._reader.fold.view()
         is_live = self._run.is_locked()
-        if whole or self._whole is None:
+        before, self._state = self._state, self._found_state(is_live=is_live)
+        if (
+            whole
+            or self._whole is None
+            or (before != self._state and WAITING in {before, self._state})
+        ):
             job = ""
             with contextlib.suppress(FederationError):  # The page stands without it.
                 job = self._run.read_job()
             sections = report.render_sections(
-                view, SECTIONS, is_live=is_live, job_toml=job
+                view,
+                SECTIONS,
+                is_live=is_live,
+                is_waiting=self._state == WAITING,
+                job_toml=job,
             )
             shown = [site.site for site in view.shown_sites]
             self._whole = sections, charts(view), shown
@@ -143,20 +159,24 @@ class RunFeed:
         done = f"{view.num_rounds}/{view.started.rounds}"
         return Page(
             title=f"{view.started.job_name} {done}",
-            state=self._state(is_live=is_live),
+            state=self._state,
             sections={
                 **tables,
-                "now": self._now(view, now, state=self._state(is_live=is_live)),
+                "now": self._now(view, now, state=self._state),
                 "log": _log(self._reader),
             },
             charts=drawn,
             timeline=timeline(view, sites, now),
         )
 
-    def _state(self, *, is_live: bool) -> str:
+    def _found_state(self, *, is_live: bool) -> str:
         if self._reader.tail.is_gone:
             return "deleted"
         finished = self._reader.fold.finished
+        queued = "" if is_live else self._queued(self._run)
+        made_way = finished is not None and finished.status == INTERRUPTED
+        if queued == WAITING or (queued and made_way):
+            return WAITING
         if finished is not None:
             is_done = finished.status in {COMPLETED, EXHAUSTED}
             return "ended" if is_done else "stopped"

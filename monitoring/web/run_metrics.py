@@ -5,8 +5,8 @@ of time series is bounded: the newest ``MAX_RUNS`` runs, each with ``MAX_SITES``
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
@@ -75,7 +75,7 @@ def _of_answers(
 _FAMILIES = (
     _Family(
         name="run_status",
-        text="1 for the status of a run: running, or how it ended.",
+        text="1 for the status of a run: running, waiting, or how it ended.",
         labels=("status",),
         rows=lambda run: [((run.status,), 1)],
     ),
@@ -165,6 +165,7 @@ class RunsCollector(Collector):
         self,
         find: Callable[[], Sequence[RunFolder]],
         never_begun: Callable[[], Mapping[str, RunNumbers]] = dict,
+        waiting: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         """Take what finds the runs.
 
@@ -172,8 +173,9 @@ class RunsCollector(Collector):
             find: Returns all runs, the oldest first.
             never_begun: Returns runs that ended before their first event, by name, the
                 oldest first: no log has them.
+            waiting: Returns the names of runs that wait for their turn, or next one.
         """
-        self._find, self._never_begun = find, never_begun
+        self._find, self._never_begun, self._waiting = find, never_begun, waiting
         self._known: dict[Path, NumbersReader] = {}
         self._found: Mapping[str, RunNumbers] = {}
         self._lock = Lock()  # Several scrapes may come at once.
@@ -182,6 +184,8 @@ class RunsCollector(Collector):
         """Yield the families of metrics; see ``prometheus_client``."""
         failed = list(self._never_begun().items())[-MAX_RUNS:]
         found = {**dict(failed), **self.look(WAIT_SECONDS)}
+        for name in found.keys() & set(self._waiting()):
+            found[name] = replace(found[name], status="waiting")
         yield from (family.of(found) for family in _FAMILIES)
 
     def look(self, seconds: float = -1.0) -> Mapping[str, RunNumbers]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support import event_samples
+from support.event_samples import Script
 from support.small_jobs import small_job
 
 from cloud_adapters.flower.facts import Connected, FlowerRun
@@ -51,6 +52,7 @@ from federation.messages import Resources
 from federation.platform_identity import PlatformIdentity
 from monitoring.runs.run_folder import REQUEST, RunFolder
 from monitoring.web import run_metrics
+from monitoring.web.run_feed import RunFeed
 from monitoring.web.run_metrics import RunsCollector
 from privacy.secagg.agreement import roster
 from privacy.secagg.agreement.identity import generate
@@ -324,6 +326,42 @@ def test_run_that_its_sites_refused_is_on_the_page_and_in_the_metrics(tmp_path: 
     assert told() == {"a": "failed"}
     clock.sleep(monitor_process.RECENT_SECONDS + 60)
     assert told() == {}
+
+
+def test_run_that_has_made_way_waits_wherever_one_looks(tmp_path: Path):
+    """In the list, on its page, which offers no button, and in the metrics."""
+    run, clock = submitted(tmp_path, "a"), VirtualClock(time.time())
+    events = event_samples.run(Script(rounds=4, stop_after=2))
+    assert isinstance(events[-1], RunFinished)
+    started(run, 100.0)
+    with EventWriter(run.events) as write:
+        for event in [*events[:-1], replace(events[-1], status="interrupted")]:
+            write(event)
+    pages = run_list.of_aggregator(config(tmp_path), clock)
+    feed = RunFeed(run, queued=pages.queued)
+    feed.look()
+
+    def words() -> set[str]:
+        page = feed.page(clock.now(), whole=False)
+        assert page is not None
+        assert 'status interrupted"' not in page.sections["masthead"]
+        found = monitor_process._collector(config(tmp_path), clock).collect()
+        status = next(each for each in found if each.name == "crossfed_run_status")
+        (row,) = pages.rows()
+        return {row["status"], page.state, status.samples[0].labels["status"]}
+
+    # The service has not looked yet, and nobody may resume the run.
+    assert "stopped" not in words()
+    run_queue.requeue(queued(run), at=200.0)
+    assert words() == {"waiting"}
+    assert not feed.is_over
+    with EventWriter(run.events) as write:
+        write(replace(events[-1], status="stopped"))
+    run_queue.leave_outcome(run, Outcome(code=1, message=""))
+    feed.look()
+    page = feed.page(clock.now())
+    assert page is not None
+    assert page.state == "stopped"
 
 
 def test_old_run_that_goes_on_keeps_its_alerts(
