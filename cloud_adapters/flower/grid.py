@@ -151,6 +151,7 @@ class FlowerGrid:
         self._presence = Presence(
             api,
             quorum=attendance.quorum,
+            grace=attendance.grace,
             clock=clock,
             pause=self._pause,
             is_told=not delivery.is_simulated,
@@ -188,6 +189,7 @@ class FlowerGrid:
             {self._nodes[site] for site in sites - self._revoked()},
             deadline_seconds,
             partial(self._tell_awaited, tasks),
+            round_index=tasks[0].round_index,
         )
         activations = self._presence.activations()
         self._activations |= {s: activations.get(self._nodes[s]) for s in sites}

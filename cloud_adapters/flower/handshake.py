@@ -81,6 +81,7 @@ class Attendance:
         enrolled: Node of each site, as far as it is known before the site answers.
         required: Sites that must be there; all of them by default.
         quorum: Sites without which an exchange is of no use; 0 to wait for none.
+        grace: See ``Presence``.
         connect_seconds: How long to wait for the nodes, and for the answers to each
             further question of the handshake.
         spare_seconds: How long to wait, at most, after enough sites are there and none
@@ -95,6 +96,7 @@ class Attendance:
     enrolled: Mapping[SiteId, int] = field(default_factory=dict)
     required: int | None = None
     quorum: int = 1
+    grace: float | None = None
     connect_seconds: float = CONNECT_SECONDS
     spare_seconds: float | None = None
     tell: Tell = field(default=lambda _found: None)

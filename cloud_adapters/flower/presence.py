@@ -1,11 +1,13 @@
 """Which of Flower's nodes are connected, judged by their heartbeats."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters.flower.private.messages import NodeInfo
 from federation.protocols import Clock
+from federation.rounds.schedule import grace_seconds
 
 # Nodes of ours send heartbeats every three seconds: see flower_node.
 SILENT_SECONDS = 12.0
@@ -29,6 +31,7 @@ class Presence:
         quorum: int,
         clock: Clock,
         pause: Callable[[float], None],
+        grace: float | None = None,
         is_told: bool = True,
     ) -> None:
         """Watch no node yet.
@@ -39,6 +42,8 @@ class Presence:
                 because other tasks are open meanwhile.
             clock: Tells time.
             pause: Waits for so many seconds.
+            grace: The job's: the part of the last round that a round with a quorum
+                waits at most; None to wait for as long as a restart takes.
             is_told: Whether Flower reports heartbeats; its simulation makes up one
                 for all time.
         """
@@ -46,6 +51,8 @@ class Presence:
         self._quorum = quorum
         self._clock = clock
         self._pause = pause
+        self._grace = grace
+        self._round, self._round_sent = 0, 0.0  # The newest, and when it was sent.
         self._gone: set[int] = set()
         self._fresh: dict[int, str] = {}  # With the time of their activation.
         # Until when Flower was to list each node without a further heartbeat.
@@ -58,6 +65,8 @@ class Presence:
         asked: set[int],
         deadline_seconds: float,
         tell: Callable[[Collection[int], float], None] = lambda _nodes, _seconds: None,
+        *,
+        round_index: int = 0,
     ) -> None:
         """Wait for nodes that have just gone: an agent that restarts is soon back.
 
@@ -72,9 +81,11 @@ class Presence:
             deadline_seconds: How long it may take.
             tell: Called with the nodes that it waits for, and how long at most,
                 whenever they change.
+            round_index: Round that these tasks begin or continue; 0 for a handshake.
         """
         needed = min(self._quorum, len(asked))
         begin = self._clock.monotonic()
+        most = self._grace_seconds(round_index, begin)
         silent, told = self.silent(asked), set[int]()
         self._gone -= asked - silent  # A question to some forgets no others.
         while silent and self._quorum:
@@ -82,7 +93,7 @@ class Presence:
             enough = len(asked - silent) >= needed
             have_left = silent - self._gone <= self._left
             patience = RESTART_SECONDS if have_left else RETURN_SECONDS
-            limit = patience if enough else deadline_seconds
+            limit = min(patience, most) if enough else deadline_seconds
             if seconds >= limit:
                 break
             if enough and not silent - self._gone:
@@ -94,6 +105,14 @@ class Presence:
         if told:
             tell((), 0.0)
         self._gone |= silent
+        if round_index > self._round:
+            self._round, self._round_sent = round_index, self._clock.monotonic()
+
+    def _grace_seconds(self, round_index: int, now: float) -> float:
+        """How long a new round waits by the job's grace; infinity without."""
+        if self._grace is None or not 0 < self._round < round_index:
+            return math.inf
+        return grace_seconds(self._grace, now - self._round_sent)
 
     def note_gone(self, node: int) -> None:
         """Count a node as gone until the next look, as Flower reported."""

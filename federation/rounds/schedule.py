@@ -114,6 +114,11 @@ Action = Send | Wait | Apply | Done
 _LEAST_GRACE = 1.0
 
 
+def grace_seconds(grace: float, took: float) -> float:
+    """How long to wait for late sites after what took the others so many seconds."""
+    return max(_LEAST_GRACE, grace * took)
+
+
 class Schedule(Protocol):
     """When to send and when to apply. Implementations: ``Barrier``, ``Buffered``."""
 
@@ -184,7 +189,7 @@ class Barrier:
         reached = next(islice(counted, max(0, self.quorum - 1), None), None)
         if reached is None:
             return None
-        return reached + max(_LEAST_GRACE, self.grace * (reached - state.begin))
+        return reached + grace_seconds(self.grace, reached - state.begin)
 
     def share(self, staleness: int) -> float:
         """Ignore answers that are based on an older model."""

@@ -720,6 +720,32 @@ def test_node_that_does_not_come_back_delays_one_round_only(
     assert kinds(exchange(grid, round_index=3))["one"] == "answered"
 
 
+@pytest.mark.parametrize(
+    ("quorum", "silent", "seconds"),
+    [(2, [20], (2.0, 5.0)), (2, [10, 20], (600.0, 610.0))],
+)
+def test_grace_bounds_the_wait_for_a_frozen_site_if_a_quorum_is_there(
+    beating: Beating,
+    clock: VirtualClock,
+    quorum: int,
+    silent: list[int],
+    seconds: tuple[float, float],
+):
+    """It is a part of the last round, here of 30 s; and the site is asked again."""
+    grid = make_grid(beating, clock, handshake=NamesRead(), quorum=quorum, grace=1 / 12)
+    exchange(grid)
+    for node in silent:
+        stop_beating(beating, clock, node)
+    clock.sleep(30.0)
+    before = clock.now()
+    found = kinds(exchange(grid, seconds=600.0, round_index=2))
+    assert found["one"] == FailureKind.DISCONNECTED
+    low, high = seconds
+    assert low <= clock.now() - before < high
+    beating.silent, beating.last = set(), {}
+    assert kinds(exchange(grid, round_index=3))["one"] == "answered"
+
+
 def test_a_run_whose_sites_wait_for_nobody_awaits_no_lost_node(
     beating: Beating, clock: VirtualClock
 ):
