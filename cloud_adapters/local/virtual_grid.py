@@ -129,6 +129,7 @@ class VirtualGrid:
         fault: Fault = no_fault,
         returned: Returned = all_returned,
         combine_seconds: float = 0.0,
+        quorum: int = 0,
     ) -> None:
         """Make a grid of machines, in the order of the job.
 
@@ -138,6 +139,7 @@ class VirtualGrid:
             fault: May spoil answers, to rehearse misfortune.
             returned: See ``Grid``.
             combine_seconds: What the aggregator takes before the first task of a round.
+            quorum: Sites without which an exchange is of no use; 0 to wait for none.
         """
         self._machines = dict(machines)
         self._clock = clock
@@ -150,6 +152,7 @@ class VirtualGrid:
         self._order = count()  # Of events at the same time: that of their making.
         self._num_sent = 0
         self._combine_seconds, self._newest = combine_seconds, 0
+        self._quorum = quorum
 
     def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
@@ -166,11 +169,29 @@ class VirtualGrid:
         if max(rounds, default=0) > self._newest:
             self._newest = max(rounds)
             self._clock.sleep(self._combine_seconds)
+            self._await_quorum(tasks, deadline_seconds)
+        elif not rounds:  # A step of secure aggregation.
+            self._await_quorum(tasks, deadline_seconds)
         sizes = wire.encoded_sizes(tasks)
         return [
             self._post(task, deadline_seconds, num_bytes)
             for task, num_bytes in zip(tasks, sizes, strict=True)
         ]
+
+    def _await_quorum(self, tasks: Sequence[Task], deadline_seconds: float) -> None:
+        """Wait for sites that are away, as the deployed coordinator does.
+
+        Rounds that are bound to be lost would soon end the run.
+        """
+        asked = [self._machines[task.site].absences for task in tasks]
+        spare = max(0, len(tasks) - self._quorum)  # So many may be away.
+        end = self._clock.monotonic() + deadline_seconds
+        while self._quorum and (now := self._clock.monotonic()) < end:
+            spells = (one.next(now) for one in asked if one is not None)
+            back = sorted(until for begin, until in spells if begin <= now)
+            if len(back) <= spare:
+                return
+            self._clock.wait_until(min(end, back[len(back) - spare - 1]))
 
     def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
         """Let time pass until there is a reply."""

@@ -3,7 +3,12 @@
 import pytest
 from support import toy
 
-from cloud_adapters.local.virtual_grid import Absences, Machine, VirtualGrid
+from cloud_adapters.local.virtual_grid import (
+    Absences,
+    KnownAbsences,
+    Machine,
+    VirtualGrid,
+)
 from federation.clock import VirtualClock
 from federation.messages import FailureKind, SiteFailure, SiteMessage, Task
 
@@ -64,6 +69,29 @@ def test_absence_after_the_answer_changes_nothing():
     assert not isinstance(message, SiteFailure)
     assert now == pytest.approx(4.0, abs=1e-3)
     assert answer(None)[1] == now
+
+
+@pytest.mark.parametrize(
+    ("quorum", "deadline", "sent"),
+    [(0, 60.0, 0.0), (1, 60.0, 0.0), (2, 60.0, 10.0), (3, 60.0, 30.0), (3, 20.0, 20.0)],
+)
+def test_a_round_waits_for_its_quorum(quorum: int, deadline: float, sent: float):
+    """Or it would be lost at once, and three such rounds end a run."""
+    clock = VirtualClock()
+    machines = {}
+    for site, away in zip(toy.SITES, [(), ((0.0, 10.0),), ((0.0, 30.0),)], strict=True):
+        own = VirtualClock()
+        machines[site] = Machine(
+            handler=Working(own),
+            clock=own,
+            down=1e9,
+            up=1e9,
+            latency_seconds=0.5,
+            absences=KnownAbsences(spells=away),
+        )
+    grid = VirtualGrid(machines, clock=clock, quorum=quorum)
+    grid.send([toy.task(site) for site in toy.SITES], deadline_seconds=deadline)
+    assert clock.monotonic() == sent
 
 
 def test_share_of_sites_is_away_from_the_beginning():
