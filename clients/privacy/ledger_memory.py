@@ -161,6 +161,22 @@ def lifetime(memory: SiteMemory, budget: LifetimeBudget) -> LifetimeSpent | None
     )
 
 
+def run_epsilon(memory: SiteMemory, run_id: RunId) -> float:
+    """Epsilon of all that a run was charged for, whatever its ledger still holds.
+
+    Training and held-out records count as if they were the same ones.
+
+    Raises:
+        StoreError: The memory cannot be read, or is damaged.
+    """
+    found = (entry["runs"] for entry in _datasets(memory.read(DOCUMENT)))
+    runs = [one[run_id] for one in found if run_id in one]
+    return max(
+        (accountant.epsilon(_events({run_id: run}), run["delta"]) for run in runs),
+        default=0.0,
+    )
+
+
 def datasets(memory: SiteMemory) -> Sequence[str]:
     """Names of the datasets that runs have been charged to.
 

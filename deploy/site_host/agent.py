@@ -259,6 +259,7 @@ class SiteAgent:
     def _tell_accepted(self, run: OpenRun) -> None:
         """Say that the site takes part; not when a coordinator has only restarted."""
         run_id, config = run.met.run_id, run.met.config
+        run_status.forget_refused(config, run_id)
         lines = self._lines.get(run_id)
         if lines is not None and lines.job == run.met.job:
             return  # Otherwise it was extended.

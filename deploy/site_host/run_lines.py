@@ -11,10 +11,12 @@ from federation.job.evaluation_job import evaluates_only
 from federation.job.spec import JobSpec
 from federation.job.statistics_checks import planned_rounds
 from federation.messages import (
+    FailureKind,
     MaskedUpdate,
     PrivacySpent,
     RoundTask,
     SiteEvaluation,
+    SiteFailure,
     SiteMessage,
     SiteUpdate,
     Task,
@@ -63,6 +65,7 @@ class RunLines:
     _rounds: set[int] = field(default_factory=set, init=False)
     _evaluations: int = field(default=0, init=False)
     _spent: PrivacySpent | None = field(default=None, init=False)
+    _failure: str = field(default="", init=False)
     _took: tuple[int, int, float] = field(default=(0, 0, 0.0), init=False)
     _has_begun: bool = field(default=False, init=False)
     _is_over: bool = field(default=False, init=False)
@@ -107,8 +110,13 @@ class RunLines:
         down, up, worked = self._took
         sizes = wire.encoded_size(task), wire.encoded_size(answer)
         self._took = (down + sizes[0], up + sizes[1], worked + seconds)
+        if isinstance(answer, SiteFailure) and answer.kind is not FailureKind.LEAVING:
+            told = wire.one_line(answer.message)
+            self._failure = f"round {task.round_index}: {told}"
+            self._save("answered" if self._rounds else "begun")
         if not isinstance(answer, SiteUpdate | SiteEvaluation | MaskedUpdate):
             return
+        self._failure = ""
         self._spent = answer.spent or self._spent
         if not isinstance(task, RoundTask):
             return
@@ -208,6 +216,7 @@ class RunLines:
                 bytes_down=down,
                 bytes_up=up,
                 seconds=seconds,
+                failure=self._failure,
             )
         )
 

@@ -6,7 +6,7 @@ nothing depends on it: one that is missing or damaged is only not shown.
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from federation import folder_lock
 from federation.durable_files import replace_file
 from federation.epsilon_text import format_cap, format_epsilon, format_left
 from federation.errors import StoreUnavailable
+from federation.ids import RunId
 from federation.job.disclosure import Form, forms
 from federation.job.evaluation_job import evaluates_only
 from federation.job.spec import JobSpec
@@ -76,6 +77,8 @@ class RunStatus:
         bytes_down: Of all tasks that came, with those of secure aggregation.
         bytes_up: Of all answers to them.
         seconds: In which this site was at work on them.
+        failure: Why the newest task of a round has failed here, and which; empty if it
+            has not.
     """
 
     run_id: str
@@ -94,6 +97,7 @@ class RunStatus:
     bytes_down: int = 0
     bytes_up: int = 0
     seconds: float = 0.0
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +159,15 @@ def note_refused(config: SiteConfig, run_id: str, reason: str, at: float) -> boo
         found = [*known, RefusedRun(run_id=run_id, reason=reason, at=at)]
         replace_file(path, [json.dumps([encode(one) for one in found]).encode()])
     return (run_id, reason) not in {(one.run_id, one.reason) for one in last}
+
+
+def forget_refused(config: SiteConfig, run_id: str) -> None:
+    """Forget that a site did not take part in a run, since it does now."""
+    known = refused(config)
+    found = [encode(one) for one in known if one.run_id != run_id]
+    if len(found) < len(known):
+        with contextlib.suppress(StoreUnavailable):
+            replace_file(config.folder / REFUSED, [json.dumps(found).encode()])
 
 
 def refused(config: SiteConfig) -> Sequence[RefusedRun]:
@@ -256,7 +269,7 @@ def status(config: SiteConfig, newest: int = 0) -> SiteStatus:
         ended=site_folder.last_end(config.folder),
         certificate_ends=enrol.certificate_ends(config),
         datasets=[*_datasets(config)],
-        runs=list(read(config, newest)),
+        runs=[*_with_known_charges(config, read(config, newest))],
         refused=refused(config),
         use=machine_use.read_use(config.folder),
         grams_per_kwh=config.file.compute.grams_per_kwh,
@@ -271,6 +284,24 @@ def _datasets(config: SiteConfig) -> Iterator[DatasetSpent]:
             yield DatasetSpent(
                 name=name, epsilon=spent.epsilon, epsilon_cap=budget.epsilon
             )
+
+
+def _with_known_charges(
+    config: SiteConfig, runs: Iterable[RunStatus]
+) -> Iterator[RunStatus]:
+    """Runs with no less epsilon than the site's memory knows of.
+
+    A run's folder may have been restored from a backup, with this status in it. What
+    is charged and not answered counts whole, as if all of it was about training.
+    """
+    memory = site_memory(config)
+    for run in runs:
+        known, shown = RunId(run.run_id), run
+        charges = ledger_memory.known_anchor(memory, known).train
+        if run.epsilon_cap is not None and charges > run.answered:
+            spent = ledger_memory.run_epsilon(memory, known)
+            shown = replace(run, epsilon=max(spent, run.epsilon or 0.0))
+        yield shown
 
 
 def lines(found: SiteStatus, now: float) -> Iterator[str]:
@@ -330,11 +361,9 @@ def of_runs(found: SiteStatus, now: float) -> Iterator[Part]:
     for run in found.runs:
         how = state(run, now, is_up=found.is_up)
         yield f"run {run.run_id}: job {run.job!r}, {how}", [*_run_rows(run)]
-    begun = {run.run_id: run.at for run in found.runs}
     for one in found.refused:
-        if one.at > begun.get(one.run_id, 0.0):
-            ago = format_duration(max(0.0, now - one.at))
-            yield f"run {one.run_id} without this site, {ago} ago: {one.reason}", ()
+        ago = format_duration(max(0.0, now - one.at))
+        yield f"run {one.run_id} without this site, {ago} ago: {one.reason}", ()
 
 
 def _agent(found: SiteStatus, now: float) -> str:
@@ -374,6 +403,8 @@ def _run_rows(run: RunStatus) -> Iterator[tuple[str, Sequence[str]]]:
     last = f", the last one {run.last_round}" if run.last_round else ""
     if run.rounds:  # Otherwise it only evaluates.
         yield "rounds", [f"{run.answered} of {run.rounds} answered{last}"]
+    if run.failure:
+        yield "failed", [run.failure]
     yield "data", [run.data]
     yield "leaves", run.sent
     down, up = format_bytes(run.bytes_down), format_bytes(run.bytes_up)

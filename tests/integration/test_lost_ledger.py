@@ -20,6 +20,7 @@ from support.without_report import simulate
 
 from clients.models.model_pool import ModelPool
 from deploy.cli import commands as cli
+from deploy.site_host import run_status
 from deploy.site_host.agent import SiteAgent
 from federation.errors import CheckpointMismatch
 from federation.events import SiteAnswered
@@ -317,6 +318,47 @@ def test_reader_asks_the_memory_of_a_deployed_site(
     shutil.copytree(backup, site.ledger)
     assert cli.main(arguments) == 1
     assert "holds 2 charges of training" in capsys.readouterr().out
+
+
+def test_status_shows_all_charges_that_are_known_and_the_refusal(
+    site: Deployed, tmp_path: Path
+):
+    """Also after the run's folder was restored, and the run completed without it."""
+    site.agent.close()
+    backup = shutil.copytree(site.run, tmp_path / "backup")
+    config = site.agent.config
+    (before,) = run_status.status(config).runs
+    site.restart()
+    assert isinstance(site.ask(), SiteUpdate)
+    site.agent.close()
+    (after,) = run_status.status(config).runs
+    shutil.rmtree(site.run)
+    shutil.copytree(backup, site.run)
+    site.restart()
+    refused = site.propose()
+    assert "ledger recover" in refused
+    site.agent._tell_ended(RUN_ID, "completed")
+    (shown,) = run_status.status(config).runs
+    assert shown.answered == before.answered == 2
+    assert shown.epsilon >= after.epsilon > before.epsilon
+    text = "\n".join(run_status.lines(run_status.status(config), 0.0))
+    assert "ledger recover" in text.partition("without this site")[2]
+    assert site.recover() == 0
+    site.restart()
+    assert site.propose() == ""
+    assert not run_status.status(config).refused
+
+
+def test_status_shows_why_a_round_has_failed_here(site: Deployed):
+    """For as long as no later one has an answer."""
+    known, site.anchor = site.anchor, LedgerAnchor(train=9, evaluate=9)
+    assert is_behind(site.ask())
+    (shown,) = run_status.status(site.agent.config).runs
+    assert shown.failure.startswith("round 3: ")
+    assert "ledger recover" in shown.failure
+    site.anchor = known
+    assert isinstance(site.ask(), SiteUpdate)
+    assert not run_status.status(site.agent.config).runs[0].failure
 
 
 def test_deleted_folder_of_a_run_is_recovered(site: Deployed):
