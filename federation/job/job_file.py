@@ -225,8 +225,8 @@ def _with_fleet(
             no file read here.
 
     Raises:
-        JobError: It is not a valid table, or its trace not a valid file, or the job
-            also lists sites.
+        JobError: It is not a valid table or file, or its trace not a valid file, or the
+            job also lists sites.
     """
     name, simulation = "simulation.fleet", None
     if isinstance(document, Mapping):
@@ -234,13 +234,34 @@ def _with_fleet(
     if not isinstance(simulation, Mapping) or "fleet" not in simulation:
         return document
     seed = document.get("seed")
-    fleet = _build(FleetSpec, simulation["fleet"], name)
+    table = simulation["fleet"]
+    if isinstance(table, str):
+        fleet, folder = _fleet_file(table, folder)
+    else:
+        fleet = _build(FleetSpec, table, name)
     found = drawn(fleet, seed if isinstance(seed, int) and seed > 0 else 0, folder)
     if "sites" in document or "machines" in simulation:
         raise JobError("names all sites: remove [[sites]] and their machines", key=name)
     simulation = {k: v for k, v in simulation.items() if k != "fleet"}
     simulation["machines"] = found["machines"]
     return {**document, "sites": found["sites"], "simulation": simulation}
+
+
+def _fleet_file(name: str, folder: Path | None) -> tuple[FleetSpec, Path]:
+    """Read a fleet from a file of its own; also return the folder that the file is in.
+
+    Raises:
+        JobError: There is no folder, or the file is not a valid table.
+    """
+    key = "simulation.fleet"
+    if folder is None:
+        raise JobError("a file is read only for a job in a file of your own", key=key)
+    path = folder / name
+    try:
+        return _build(FleetSpec, read_toml(path), ""), path.parent
+    except JobError as error:
+        where = "" if error.key is None else f"{path}: "
+        raise JobError(f"{where}{error}", key=key) from error
 
 
 def document(job: JobSpec) -> dict[str, Any]:

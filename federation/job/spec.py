@@ -695,7 +695,8 @@ class MachineSpec:
 class FleetSpec:
     """Sites to simulate whose machines are drawn at random with the job's seed.
 
-    In place of `[[sites]]` and `[[simulation.machines]]`.
+    In place of `[[sites]]` and `[[simulation.machines]]`. The keys may also be in a
+    file of their own: `simulation.fleet = "FILE.toml"`, relative to the job file.
 
     Attributes:
         sites: How many there are.
@@ -706,9 +707,10 @@ class FleetSpec:
         spread: 19 of 20 sites are within this factor of each median.
         away_share: Part of the time that each site is away.
         away_seconds: How long an absence lasts on average.
-        trace: A file, beside the job file, that says when machines were away, in place
-            of `away_share`: `event_trace.tab` of the Failure Trace Archive. Each site
-            is one of its nodes, in their order, and the trace repeats when it ends.
+        trace: A file, beside the one that names it, that says when machines were away,
+            in place of `away_share`: `event_trace.tab` of the Failure Trace Archive.
+            Each site is one of its nodes, in their order, and the trace repeats when it
+            ends.
     """
 
     sites: int = key(low=1, high=100_000)

@@ -1,4 +1,4 @@
-"""``simulation.fleet``: many sites from a few numbers."""
+"""``simulation.fleet``: many sites from a few numbers, or from a file of them."""
 
 from pathlib import Path
 from statistics import median
@@ -13,7 +13,7 @@ from federation.errors import JobError
 from federation.job import job_digest, job_file
 
 
-def job_of(fleet: dict[str, Any], **tables: Any):
+def job_of(fleet: dict[str, Any] | str, **tables: Any):
     document = toy.document() | {"simulation": {"fleet": fleet}} | tables
     if "sites" not in tables:
         del document["sites"]
@@ -42,6 +42,54 @@ def test_fleet_is_only_a_short_form():
     again = job_file.parse(job_file.document(job))
     assert again == job
     assert job_digest.digest(again) == job_digest.digest(job)
+
+
+def in_a_file(folder: Path, text: str):
+    """A job whose fleet is described in a file of its own, in another folder."""
+    (folder / "fleets").mkdir(exist_ok=True)
+    (folder / "fleets" / "few.toml").write_text(text)
+    document = toy.document({"simulation": {"fleet": "fleets/few.toml"}})
+    del document["sites"]
+    (folder / "job.toml").write_text(tomli_w.dumps(document))
+    return job_file.load(folder / "job.toml")
+
+
+def test_a_file_of_its_own_is_the_same_fleet(tmp_path: Path):
+    fleet = FLEET | {"sites": 3}
+    job, other = (
+        in_a_file(tmp_path, tomli_w.dumps(fleet | change))
+        for change in ({}, {"sites": 4})
+    )
+    assert job == job_of(fleet)
+    assert job_digest.digest(job) == job_digest.digest(job_of(fleet))
+    assert job_digest.digest(other) != job_digest.digest(job)
+    with pytest.raises(JobError, match="file of your own"):
+        job_of("fleets/few.toml")
+
+
+def test_a_trace_is_beside_the_file_that_names_it(tmp_path: Path):
+    traced(tmp_path, TRACE)
+    (tmp_path / "fleets").mkdir()
+    (tmp_path / "event_trace.tab").rename(tmp_path / "fleets" / "event_trace.tab")
+    fleet = {"sites": 2, "examples_per_second": 9.0, "trace": "event_trace.tab"}
+    job = in_a_file(tmp_path, tomli_w.dumps(fleet))
+    assert job.simulation.machines[0].away == ((30.0, 50.0),)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("sites = 3", r"simulation.fleet: .*few.toml: examples_per_second"),
+        ("sites = 3\nexamples_per_second = 1.0\nspeed = 2", r"few.toml: speed"),
+        ("sites = 3\nexamples_per_second = -1.0", r"few.toml: examples_per_second"),
+        ("sites = ", r"simulation.fleet: .*few.toml is not TOML"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name_and_key(
+    text: str, match: str, tmp_path: Path
+):
+    with pytest.raises(JobError, match=match):
+        in_a_file(tmp_path, text)
 
 
 @pytest.mark.parametrize(
