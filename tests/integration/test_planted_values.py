@@ -17,21 +17,28 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
+from xml.etree import ElementTree as ET
 
 import pytest
+import tomli_w
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
+from starlette.testclient import TestClient
 from support import event_samples
 from support.event_samples import Script
 from support.small_jobs import small_job
 
+from deploy import audit_log
+from deploy.aggregator_host import run_list, run_queue
 from deploy.aggregator_host.alert_delivery import AlertDelivery
+from deploy.cli import commands as cli
 from deploy.cli.terminal import say
 from deploy.wiring import parts as wiring
 from deploy.wiring.run_record import RunRecord
 from deploy.wiring.store_meters import StoreMeters
 from federation.clock import VirtualClock
+from federation.event_log import EventWriter
 from federation.events import Event
 from federation.ids import RunId
 from federation.job.disclosure import Exposure, hidden
@@ -46,6 +53,7 @@ from monitoring.terminal.live import picture
 from monitoring.terminal.progress import PlainProgress
 from monitoring.views.result_json import result
 from monitoring.web import alerts
+from monitoring.web.app import Shown, live_app
 from monitoring.web.run_feed import RunFeed
 from monitoring.web.run_metrics import RunsCollector
 from monitoring.web.traces import RoundTraces
@@ -294,3 +302,55 @@ def test_markup_in_names_and_messages_is_text(tmp_path: Path) -> None:
     families = text_string_to_metric_families(texts["metrics"])
     labels = {text for f in families for s in f.samples for text in s.labels.values()}
     assert MARKUP in labels
+
+
+def test_markup_in_lists_sweeps_and_records_is_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run's error, of what it waits for, and of who did what to it."""
+    runs, setting = [], SETTINGS[0]
+    for name in ("one", "other"):
+        run = RunFolder(tmp_path / "runs" / "small" / name)
+        run_queue.submit(job_of(setting), run, at=NOW, owner=MARKUP)
+        # A user's own key, which the figures of a sweep compare.
+        job = {"name": MARKUP, "training": {"word": MARKUP + name}}
+        run.job.write_text(tomli_w.dumps(job), "utf-8")
+        with EventWriter(run.events) as log:
+            for event in events_of(setting, MARKUP):
+                if type(event).__name__ not in OURS:  # With privacy, less is drawn.
+                    log(event)
+        run_queue.leave_outcome(run, run_queue.Outcome(code=1, message=MARKUP))
+        runs.append(run)
+    waits = dict.fromkeys(("run", "job", "owner", "priority", "waits"), MARKUP)
+    app = live_app(
+        Shown(
+            rows=lambda: [{**run_list.summary(run), "name": MARKUP} for run in runs],
+            find={}.get,
+            actions={},
+            queue=lambda: [{**waits, "starts_in_seconds": None}],
+        ),
+        token=TAG,
+        port=8642,
+        clock=VirtualClock(NOW),
+    )
+    page = TestClient(app, base_url="http://127.0.0.1:8642").get(f"/?token={TAG}").text
+    figures = run_folder.leave_sweep(runs, tmp_path / "sweep")
+    texts = {path.name: path.read_text("utf-8") for path in figures}
+    assert len(texts) > 1
+    for name, text in {"list": page, **texts}.items():
+        tags = Tags()
+        tags.feed(text)
+        assert not tags.found, name
+    for text in texts.values():
+        ET.fromstring(text)  # noqa: S314 -- our own file: it has no odd character
+    assert page.count(f"&lt;{TAG}") >= 2 * len(runs) + len(waits)
+    assert {n for n, text in texts.items() if "&lt;/pre&gt;" in text} >= {
+        *("utilisation.svg", "sensitivity.svg", "tornado.svg")
+    }
+    about = {"at": NOW, "who": MARKUP, "reason": MARKUP}
+    audit_log.note(tmp_path, "run.stop", MARKUP, **about)
+    assert cli.main(["audit-log", str(tmp_path / audit_log.FILE)]) == 0
+    said = capsys.readouterr().out
+    assert TAG in said
+    assert not set(said) & {"\x1b", "\u202e", "\r"}
+    assert not any(line.startswith("# planted") for line in said.splitlines())
