@@ -2,8 +2,12 @@
 
 import argparse
 import json
+import re
+import signal
+import threading
 from pathlib import Path
 
+import httpx
 import pytest
 from support import event_samples
 from support.small_jobs import small_job
@@ -241,6 +245,56 @@ def test_who_stops_watching_is_told_how_to_go_on(
     assert run_verbs.follow(options, run) == 0
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"crossfed: the run continues; see it with: {command}"
+
+
+def looked_at(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """What a browser finds at the address that a verb names; then comes Ctrl-C."""
+    found, is_over = list[str](), threading.Event()
+
+    def look() -> None:
+        text, address = "", None
+        for _ in range(3000):
+            text += capsys.readouterr().err
+            address = re.search(r"http://\S+token=\S+\n", text)
+            if address or is_over.wait(0.01):
+                break
+        if address:
+            with httpx.Client(headers={"connection": "close"}) as browser:
+                page = browser.get(address[0].strip(), follow_redirects=True)
+            found.extend((page.url.path, page.text))
+        # Meanwhile the server sees that the browser has gone.
+        if not is_over.wait(0.1):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        assert cli.main([*words]) == 0
+    finally:
+        is_over.set()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    return found
+
+
+def test_verbs_serve_the_pages_of_runs_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Until Ctrl-C, which ends no run."""
+    run = RunFolder(tmp_path / "runs" / "small" / "one")
+    run_queue.submit(small_job(), run, at=0.0)
+    with EventWriter(run.events) as log:
+        for event in event_samples.two_sites(3)[:-1]:
+            log(event)
+    at = ["--aggregator", str(aggregator_toml(tmp_path)), "--web"]
+    path, text = looked_at(capsys, "watch", "one", *at)
+    assert path == "/runs/one"
+    assert "Stop after this round" in text
+    root = str(tmp_path / "runs")
+    path, text = looked_at(capsys, "runs", "--root", root, "--web")
+    assert path == "/"
+    assert "two-clouds-quickstart" in text
 
 
 def test_a_damaged_log_is_shown_as_far_as_it_is_whole(
