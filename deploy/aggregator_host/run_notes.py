@@ -43,6 +43,7 @@ class RunNotes:
         epsilon: The largest of a round.
         loss: The newest mean held-out loss; None if there is none yet.
         is_noisy: Whether held-out results leave some site with noise.
+        unheard: In how many of its rounds in a row a site had no part, by site.
         damage: The first damaged line of the log; see ``EventTail``.
     """
 
@@ -51,6 +52,7 @@ class RunNotes:
     epsilon: float = 0.0
     loss: float | None = None
     is_noisy: bool = False
+    unheard: dict[str, int] = field(default_factory=dict)
     damage: str = ""
 
     def add(self, event: Event) -> None:
@@ -66,8 +68,17 @@ class RunNotes:
             case RoundFinished():
                 self.num_bytes += event.bytes_down + event.bytes_up
                 self.epsilon = max(self.epsilon, event.epsilon or 0.0)
+                self._note_unheard(event)
                 event = replace(event, asked=(), answered=())
         self.events.append(event)
+
+    def _note_unheard(self, event: RoundFinished) -> None:
+        for site in event.answered:
+            self.unheard.pop(site, None)
+        silent = {*event.asked} - {*event.answered}
+        # Otherwise some are surplus, or still at work.
+        if len(silent) == sum(number for _, number in event.failed):
+            self.unheard |= {site: self.unheard.get(site, 0) + 1 for site in silent}
 
 
 class _Reader:

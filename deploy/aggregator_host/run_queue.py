@@ -60,6 +60,9 @@ ROOM_BYTES = 1 << 20
 
 MISSED_LOOKS = 3
 
+# After so many of its rounds in a row without an update a site is named.
+_FAILING_ROUNDS = 3
+
 # How long a coordinator may note nothing in its own work: it tries again for so long
 # what a store refuses (``cloud_adapters.storage.retry``). It notes begin and end of its
 # waits for sites that may come back, which are shorter (``flower.presence``).
@@ -224,7 +227,15 @@ class QueuedRun:
         waits = (f"{site} (round {index} waits)" for site, index in awaited.items())
         found = connected(self.run)
         missing = () if found is None else map(found.lack, found.missing)
-        return [*named, *waits, *missing]
+        texts = [*named, *waits, *missing]
+        known = {text.partition(" (")[0] for text in texts}
+        unheard = run_notes.read(self.run.events).unheard.items()
+        failing = (
+            f"{site} (no update in its last {number} rounds)"
+            for site, number in sorted(unheard)
+            if number >= _FAILING_ROUNDS and site not in known
+        )
+        return [*texts, *failing]
 
     @property
     def back(self) -> Sequence[str]:
@@ -251,14 +262,18 @@ class QueuedRun:
     def status(self) -> str:
         """``waiting``, ``running``, ``finishing`` or how it ended.
 
-        A run waits until a coordinator has met its sites and begun it. A coordinator
-        that finishes has done all rounds and writes model and report.
+        A run waits until a coordinator has met its sites and begun it, or continued
+        with it. A coordinator that finishes has done all rounds and writes model and
+        report.
         """
         if self.outcome is not None:
             return status_of(self.outcome.code)
         if self.coordinator is None or not self.run.exists():
             return "waiting"
-        return "finishing" if _is_finishing(self.run) else "running"
+        if _is_finishing(self.run):
+            return "finishing"
+        begun = _written(self.run.events) >= self.coordinator.at
+        return "running" if begun and self.run.is_locked() else "waiting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from federation.errors import (
 )
 from federation.event_log import to_line
 from federation.events import RoundFinished, RunFinished, RunStarted
+from federation.messages import FailureKind
 from monitoring.runs.run_folder import REQUEST, RunFolder
 
 RUNNING = FlowerRun(is_over=False, status="running")
@@ -277,16 +278,49 @@ def test_status_tells_what_a_coordinator_is_at(tmp_path: Path):
     started(tmp_path, 7, fruitless=1)
     assert status() == "waiting"  # For its coordinator, and then for its sites.
     finish_rounds(run, 2)
-    assert status() == "running"
+    assert status() == "waiting"  # Its service was restarted, say.
+    with run.locked():
+        assert status() == "running"
+        (one,) = run_queue.handed_over(tmp_path).runs
+        run_queue.note_start(one, 8, fruitless=1, at=4e9)
+        assert status() == "waiting"  # For sites, before it goes on.
     *_, end = event_samples.two_sites(2)
     assert isinstance(end, RunFinished)
-    for ended, expected in (("interrupted", "running"), ("completed", "finishing")):
+    for ended, expected in (("interrupted", "waiting"), ("completed", "finishing")):
         finish_rounds(run, 2)
         with run.events.open("a") as events:
             events.write(f"{to_line(replace(end, status=ended))}\n")
         assert status() == expected
     run_queue.leave_outcome(run, Outcome(code=0, message=""))
     assert status() == "completed"
+
+
+def test_a_site_that_fails_in_every_round_is_named(tmp_path: Path):
+    """Although it is connected; in rounds with surplus answers nobody knows who."""
+    run = handed(tmp_path, "a", 1.0)
+    started(tmp_path, 7, fruitless=1)
+    _, gcp = event_samples.TWO_SITES
+    failures = tuple((index, gcp, FailureKind.CRASHED) for index in (1, 2, 3, 4))
+
+    def away(rounds: int, *, failed: bool = True) -> list[str]:
+        events = event_samples.run(event_samples.Script(failures=failures))
+        kept = [e for e in events if getattr(e, "round_index", 0) <= rounds]
+        lines = [
+            replace(e, failed=e.failed if failed else ())
+            if isinstance(e, RoundFinished)
+            else e
+            for e in kept
+            if not isinstance(e, RunFinished)
+        ]
+        run.events.unlink(missing_ok=True)
+        run.events.write_text("".join(f"{to_line(e)}\n" for e in lines))
+        (one,) = run_queue.handed_over(tmp_path).runs
+        return [*one.away]
+
+    assert not away(2)
+    assert away(4) == [f"{gcp} (no update in its last 4 rounds)"]
+    assert not away(4, failed=False)
+    assert not away(5)
 
 
 def test_a_folder_holds_one_run(tmp_path: Path):
