@@ -1,7 +1,7 @@
 """One short request to a web service, with bounds on everything.
 
-No redirect is followed, no proxy is asked, and an answer that is too long or too late
-is none.
+No redirect is followed, and an answer that is too long or too late is none.
+``https://`` follows the environment's proxy, as in ``outbound``.
 """
 
 import http.client
@@ -13,6 +13,7 @@ from threading import Event, Timer
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from cloud_adapters.net.outbound import https_line, proxy_note
 from federation.errors import PlatformUnavailable
 
 REQUEST_SECONDS = 10.0
@@ -47,10 +48,15 @@ def ask(
     """
     parts = urlsplit(url)
     connection: http.client.HTTPConnection
+    note = ""
     if parts.scheme == "https":
-        connection = http.client.HTTPSConnection(
-            parts.netloc, timeout=REQUEST_SECONDS, context=ssl.create_default_context()
+        connection = https_line(
+            parts.hostname or "",
+            parts.port or http.client.HTTPS_PORT,
+            context=ssl.create_default_context(),
+            seconds=REQUEST_SECONDS,
         )
+        note = proxy_note(parts.hostname or "")
     else:
         connection = http.client.HTTPConnection(parts.netloc, timeout=REQUEST_SECONDS)
     late = Event()
@@ -73,7 +79,7 @@ def ask(
         answer = response.read(max_bytes + 1)
     except (OSError, http.client.HTTPException) as error:
         raise PlatformUnavailable(
-            f"{parts.netloc} cannot be reached: {error}"
+            f"{parts.netloc} cannot be reached: {error}{note}"
         ) from error
     finally:
         if timer is not None:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import requests
 
+from cloud_adapters.net import short_requests
 from cloud_adapters.net.outbound import https_line, keep_loopback_direct, proxy_note
 from cloud_adapters.net.tls import client_context
 from deploy.cli import commands as cli
@@ -145,6 +146,21 @@ def test_line_to_the_aggregator_goes_through_the_proxy(
     assert b"Proxy-Authorization: Basic dXNlcjp3QHJk\r\n" in connect
     assert request.startswith(b"GET /enroll ")
     assert b"Proxy-Authorization" not in request
+
+
+def test_short_request_goes_through_the_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Alerts leave the aggregator's network as its other requests do."""
+    seen: list[bytes] = []
+    with proxy_before_a_server(tmp_path, seen) as address:
+        monkeypatch.setenv("https_proxy", f"http://{address}")
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.crt"))
+        answer = short_requests.ask(f"https://{HOST}/hook?code=1", max_bytes=9)
+        assert answer.status == 204
+    connect, request = seen
+    assert connect.startswith(b"CONNECT aggregator.example:443 ")
+    assert request.startswith(b"GET /hook?code=1 ")
 
 
 def test_line_to_this_machine_is_direct(
