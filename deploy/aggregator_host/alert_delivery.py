@@ -6,6 +6,7 @@ one message.
 """
 
 import contextlib
+import email.utils
 import json
 import smtplib
 import subprocess
@@ -209,7 +210,12 @@ def _ways(spec: AlertSpec) -> Iterator[tuple[str, Send]]:
         def mail(text: str) -> None:
             message = EmailMessage()
             message["subject"] = text.partition(". ")[0][:200]
-            message["from"], message["to"] = spec.sender or spec.email, spec.email
+            sender = spec.sender or spec.email
+            message["from"], message["to"] = sender, spec.email
+            message["date"] = email.utils.localtime()
+            # Of the sender's domain: looking up this host's own may take long.
+            domain = sender.rpartition("@")[2]
+            message["message-id"] = email.utils.make_msgid(domain=domain)
             message.set_content(text)
             host, port = parse_address(spec.smtp, key="smtp")
             with smtplib.SMTP(host, port, timeout=SEND_SECONDS) as server:

@@ -1,6 +1,8 @@
 """Alerts reach each place once, whatever fails."""
 
 import contextlib
+import email
+import email.utils
 import json
 import socketserver
 import threading
@@ -309,6 +311,12 @@ def test_email_is_sent() -> None:
         send("crossfed: run r has failed. Look.")
         assert "subject: crossfed: run r has failed" in server.got
         assert server.got.count("") == 1  # Between head and text.
+        head = email.message_from_string(
+            "\n".join(server.got[server.got.index("data") + 1 :])
+        )
+        sent = email.utils.parsedate_to_datetime(head["date"]).timestamp()
+        assert abs(sent - time.time()) < 60
+        assert head["message-id"].endswith("@example.org>")
 
 
 @pytest.mark.parametrize(
