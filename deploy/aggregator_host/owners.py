@@ -15,6 +15,7 @@ from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.aggregator_host.run_queue import OPERATOR
 from federation import durable_files, folder_lock
 from federation.errors import JobError
+from federation.ids import check_name
 from federation.job.spec import JobSpec
 from federation.typed_json import encode
 from privacy.membership.token import digest_of
@@ -128,6 +129,10 @@ def check_settings(
     for what in _UNITS:
         if getattr(quota, what) == 0:
             raise JobError(f"no job fits {what}=0: revoke the owner", key="--quota")
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise JobError(str(error), key="name") from None
     if name == OPERATOR:
         raise JobError(
             f"{OPERATOR!r} is whoever works on this host: choose another", key="name"

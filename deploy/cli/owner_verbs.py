@@ -25,13 +25,13 @@ def _add(options: argparse.Namespace) -> int:
     from deploy.aggregator_host.owners import Owner  # noqa: PLC0415 -- as above
 
     config = aggregator_file.load(options.config)
-    token = enrolment_operator.new_token(
-        config, options.name, random_bytes=os.urandom, clock=options.clock
-    )
     about: dict[str, Any] = {"weight": options.weight, "quota": _quota(options.quota)}
     about["max_priority"] = options.max_priority
     given = {key: value for key, value in about.items() if value not in (None, [])}
     owners.check_settings(options.name, **given)
+    token = enrolment_operator.new_token(
+        config, options.name, random_bytes=os.urandom, clock=options.clock
+    )
 
     def changed(before: "Owner | None") -> "Owner":
         known = before or Owner(name=options.name)

@@ -345,6 +345,11 @@ def test_operators_verbs_make_list_and_revoke_owners(
         ["dan", "--quota", "epsilon=-1"],
     ):
         assert cli.main([*verb, "add", *wrong]) == 2, wrong
+    capsys.readouterr()
+    assert cli.main([*verb, "add", "bob<b>"]) == 2
+    told = capsys.readouterr().err
+    assert "name: 'bob<b>'" in told
+    assert "site" not in told
 
 
 def test_the_service_answers_at_its_path(office: Office):
