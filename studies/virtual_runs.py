@@ -1,11 +1,15 @@
 """Run a job in virtual time, and read what studies compare from its events."""
 
+import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from clients.data import Examples, digits
 from deploy.wiring.simulation import simulate
@@ -50,10 +54,18 @@ class VirtualRun:
     @property
     def round_seconds(self) -> float:
         """The same without evaluation: of the first model, and after the last round."""
+        return self.seconds_until(self.rounds[-1])
+
+    def seconds_until(self, end: RoundFinished) -> float:
+        """Virtual time of the rounds up to one, without evaluation of the first model.
+
+        Args:
+            end: The last of them.
+        """
         first = [one for one in self.answers if one.round_index == 1]
         phases = [phase for one in first for phase in one.phases]
         evaluated = (phase.seconds for phase in phases if phase.name == "evaluate")
-        return self.rounds[-1].at - max(evaluated, default=0.0)
+        return end.at - max(evaluated, default=0.0)
 
     @property
     def evaluations(self) -> list[ModelEvaluated]:
@@ -103,11 +115,21 @@ class VirtualRun:
         return statistics.fmean(self.trains.values())
 
 
-def run(job: JobSpec) -> VirtualRun:
-    """Run a job in virtual time."""
+def run(job: JobSpec, folder: Path | None = None) -> VirtualRun:
+    """Run a job in virtual time, and keep the run if there is a folder for it."""
     events: list[Event] = []
-    simulate(job, engine="virtual", listeners=[events.append], report=False)
+    simulate(
+        job, engine="virtual", folder=folder, listeners=[events.append], report=False
+    )
     return VirtualRun(job, tuple(events))
+
+
+def models(folder: Path) -> Iterator[tuple[int, dict[str, NDArray[np.float32]]]]:
+    """Yield each round and its model, of a run that has kept all checkpoints."""
+    for path in sorted(folder.glob("checkpoints/round-*.json")):
+        weights = json.loads(path.read_text())["blobs"]["weights"]["key"]
+        round_index = int(path.stem.removeprefix("round-"))
+        yield round_index, load_file(folder / "checkpoints" / weights)
 
 
 def digits_again(times: int) -> tuple[Examples, Examples]:

@@ -8,8 +8,9 @@ a case take the same number of local steps, so that final losses can be compared
     python studies/unequal_sites/study.py --table     # runs nothing
 
 ``ways``: four sites, six ways, with data alike and unlike, one that comes and goes, and
-one that stalls. ``sites``: rounds of 2 to 10,000 sites whose speeds are drawn.
-``data``: data that stays at four sites, or moves, and when the second is as good.
+one that stalls; also the time until the loss that static has after 90 % of its rounds.
+``sites``: rounds of 2 to 10,000 sites whose speeds are drawn. ``data``: data that stays
+at four sites, or moves, and when the second is as good.
 
 Rows are JSON lines in `studies/unequal_sites/measured.jsonl` or `--out`; rows in it are
 not run again. Prints tables in Markdown: medians over seeds, and the range of final
@@ -17,12 +18,16 @@ losses; and draws `docs/images/unequal-sites.svg` and `more-sites.svg` below `--
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
+
+import numpy as np
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -33,9 +38,12 @@ import results  # noqa: E402
 import virtual_runs  # noqa: E402 -- beside this folder
 from results import Result, table_line  # noqa: E402
 
+from clients.data import digits  # noqa: E402
 from federation.job import job_file  # noqa: E402
 from federation.job.spec import JobSpec  # noqa: E402
 
+# The loss to reach is that of ``static`` after this part of its rounds.
+TARGET = 0.9
 STEPS, BATCH, BASE = 24, 16, 40.0  # BASE: examples per second of the slowest site.
 SPEEDS: Mapping[str, Sequence[float]] = {
     "1:1:1:1": (1, 1, 1, 1),
@@ -60,6 +68,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
         "allocation": "capacity",
     },
 }
+PICTURED = ("1:1:2:4", "1:2:4:8", "1:1:2:4, one comes and goes", "1:1:2:4, one stalls")
 # 19 of 20 sites are within this factor of the median speed.
 SPREAD, MANY = 4.0, (2, 4, 10, 30, 100, 300, 1_000, 10_000)
 _FEW_STEPS, _FEW_ROUNDS, _SETTLED = 4, 3, 2
@@ -190,6 +199,7 @@ def _common(seed: int, alpha: float) -> dict[str, Any]:
         },
         "evaluation": {"every": 1000},  # The first and the last model only.
         "aggregation": {"weights": "uniform"},
+        "storage": {"keep_checkpoints": 1000},
     }
 
 
@@ -212,8 +222,14 @@ def sites(most: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     yield "sites", {"sites": number, "way": way, "seed": seed}
 
 
-def measured(part: str, decides: Mapping[str, Any]) -> Result:
-    """Run what a row is of."""
+def measured(part: str, decides: Mapping[str, Any], target: float | None) -> Result:
+    """Run what a row is of.
+
+    Args:
+        part: One of the parts of the study.
+        decides: What decides the row.
+        target: A loss to reach; None for a way that sets it.
+    """
     if part == "sites":
         job = many_job(decides["way"], decides["sites"], decides["seed"])
         run = virtual_runs.run(job)
@@ -238,13 +254,46 @@ def measured(part: str, decides: Mapping[str, Any]) -> Result:
         }
     case = CASES[decides["case"]]
     job = job_of(decides["way"], case, rounds=decides["rounds"], seed=decides["seed"])
-    run = virtual_runs.run(job)
+    run, losses = run_and_losses(job)
+    if target is None:
+        target = losses[math.ceil(TARGET * decides["rounds"])]
+    times = (
+        run.seconds_until(end)
+        for end in run.rounds
+        if losses.get(end.round_index, math.inf) <= target
+    )
     return {
         "seconds": run.round_seconds,
+        "target": target,
+        "reached": next(times, None),
         "loss": run.loss,
         "steps": run.steps,
         "busy": run.busy,
+        "bytes": run.bytes_sent,
     }
+
+
+def run_and_losses(job: JobSpec) -> tuple[virtual_runs.VirtualRun, dict[int, float]]:
+    """Run a job, and evaluate the model of each round, which takes no virtual time."""
+    _, held_out = digits()
+    assert held_out.targets is not None
+    inputs = held_out.inputs.reshape(len(held_out.inputs), -1)
+    losses = {}
+    with TemporaryDirectory() as place:
+        run = virtual_runs.run(job, Path(place) / "run")
+        for round_index, model in virtual_runs.models(Path(place) / "run"):
+            scores = inputs @ model["1.weight"].T + model["1.bias"]
+            right = np.take_along_axis(scores, held_out.targets[:, None], axis=1)
+            likely = np.log(np.exp(scores).sum(axis=1)) - right[:, 0]
+            losses[round_index] = float(likely.mean())
+    return run, losses
+
+
+def _target(rows: Iterable[Result], decides: Mapping[str, Any]) -> float | None:
+    """The loss that the row of ``static`` of the same case and seed states."""
+    same = {**decides, "way": "static"}
+    found = (row for row in rows if all(row.get(k) == v for k, v in same.items()))
+    return next((row["target"] for row in found if "target" in row), None)
 
 
 def of_ways(rows: Sequence[Result]) -> Mapping[tuple[str, str], list[Result]]:
@@ -258,13 +307,16 @@ def of_ways(rows: Sequence[Result]) -> Mapping[tuple[str, str], list[Result]]:
 
 def tables(rows: Sequence[Result]) -> Iterator[str]:
     """Yield the lines of both tables."""
-    heads = ("Sites", "Way", "Time, of static", "Of the bound", "Training", "Loss")
-    yield table_line(*heads, "Steps")
-    yield table_line(*["---"] * 7)
-    static = 0.0
+    heads = ("Sites", "Way", "Time, of static", "To the target", "Of the bound")
+    yield table_line(*heads, "Training", "Loss", "Steps", "MB")
+    yield table_line(*["---"] * 9)
+    static = static_reached = 0.0
     for (name, way), found in of_ways(rows).items():
         seconds = median(one["seconds"] for one in found)
-        static = seconds if way == "static" else static
+        times = [one["reached"] for one in found if one["reached"] is not None]
+        reached = median(times) if len(times) == len(found) else math.inf
+        if way == "static":
+            static, static_reached = seconds, reached
         total = BASE * sum(CASES[name].speeds)
         bound = median(one["steps"] * BATCH / total for one in found)
         losses = sorted(one["loss"] for one in found)
@@ -272,10 +324,12 @@ def tables(rows: Sequence[Result]) -> Iterator[str]:
             name,
             way,
             f"{seconds / static:.2f}",
+            f"{reached / static_reached:.2f}" if reached < math.inf else "never",
             f"{seconds / bound:.2f}",
             f"{median(one['busy'] for one in found):.0%}",
             f"{median(losses):.3f} ({losses[0]:.3f} to {losses[-1]:.3f})",
             f"{median(one['steps'] for one in found):.0f}",
+            f"{median(one['bytes'] for one in found) / 1e6:.1f}",
         )
     yield ""
     yield table_line("Sites", "Way", "Seconds of a round", "Training")
@@ -320,7 +374,7 @@ def draw(rows: Sequence[Result], to: Path) -> None:
     groups: dict[str, dict[str, float]] = {}
     ways_ = of_ways(rows)
     for (name, way), found in ways_.items():
-        if name in {"1:1:2:4", "1:2:4:8", "1:1:2:4, one stalls"}:
+        if name in PICTURED:
             static = median(one["seconds"] for one in ways_[name, "static"])
             part = 100 * median(one["seconds"] for one in found) / static
             groups.setdefault(name, {})[way] = part
@@ -363,7 +417,12 @@ def main() -> None:
     for part, decides in (each for name in parts for each in plans[name]):
         key = results.key_of(part=part, **decides)
         if not options.table and key not in results.finished(options.out):
-            row = {"key": key, "part": part, **decides, **measured(part, decides)}
+            target = _target(results.finished(options.out).values(), decides)
+            found = measured(part, decides, target)
+            found = {
+                k: round(v, 6) if isinstance(v, float) else v for k, v in found.items()
+            }
+            row = {"key": key, "part": part, **decides, **found}
             results.add(options.out, row)
     rows = list(results.finished(options.out).values())
     draw(rows, options.to)

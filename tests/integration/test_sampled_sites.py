@@ -87,6 +87,17 @@ def test_fair_samples_make_up_for_missed_rounds():
     assert max(found.values()) - min(found.values()) <= 2
 
 
+def test_utility_takes_less_time_and_forgets_nobody():
+    uniform, found = (
+        told(job_of({"rounds": 60}, sampled(name))) for name in ("uniform", "utility")
+    )
+    times = [of(RunFinished, each)[0].seconds for each in (uniform, found)]
+    assert times[1] < 0.85 * times[0]
+    asked = [e.cohort for e in of(RoundStarted, found)]
+    assert any("site-5" in cohort for cohort in asked[-15:])
+    assert min(counts(found).values()) >= 3
+
+
 @pytest.mark.parametrize("sampling", ["fair", "utility"])
 def test_resumed_run_asks_the_same_sites(sampling: str, tmp_path: Path):
     job, rounds = job_of(sampled(sampling)), 0

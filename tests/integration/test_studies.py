@@ -2,6 +2,7 @@
 
 import copy
 import json
+import runpy
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -167,3 +168,40 @@ def test_a_finished_row_is_not_run_again(
     }
     assert {row["seed"] for row in seeds} == {1}
     assert all(row["loss"] != best[row["row"]]["loss"] for row in seeds)
+
+
+def test_study_of_unequal_sites_compares_equal_work(server: ForkServer, tmp_path: Path):
+    script = REPOSITORY / "studies" / "unequal_sites" / "study.py"
+    words = ["--seeds", "1", "--rounds", "2", "--most", "4"]
+    words += ["--parts", "ways", "sites"]
+    words += ["--cases", "1:1:2:4", "1:1:2:4, one comes and goes"]
+    words += ["--out", str(tmp_path / "rows.jsonl"), "--to", str(tmp_path)]
+    done = server.run(*words, folder=REPOSITORY, script=script)
+    assert done.code == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    ways = {row["way"]: row for row in rows if row.get("case") == "1:1:2:4"}
+    static, capacity = ways["static"], ways["capacity"]
+    assert capacity["seconds"] < static["seconds"]
+    assert ways.pop("buffered, capacity")["steps"] > 0  # As many as arrive in time.
+    assert {row["steps"] for row in ways.values()} == {2 * 4 * 24}
+    # The last of two rounds is the first beyond 90 %; the product evaluates it too.
+    assert static["target"] == pytest.approx(static["loss"], abs=1e-5)
+    assert static["reached"] == static["seconds"]
+    assert {row["target"] for row in ways.values()} == {static["target"]}
+    values = 64 * 10 + 10
+    least = 4 * values * 2 * 2 * 4
+    assert least < static["bytes"] < 1.5 * least
+    assert {row["sites"] for row in rows if row["part"] == "sites"} == {2, 4}
+    assert len([*(tmp_path / "docs/images").iterdir()]) == 2
+    assert "1:1:2:4, one comes and goes" in done.stderr
+
+
+def test_study_of_buffers_shows_that_groups_by_speed_take_less_time(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.syspath_prepend(REPOSITORY / "studies")
+    study = runpy.run_path(str(REPOSITORY / "studies" / "buffers.py"))
+    lines = list(study["grouped_rows"](rounds=2, seeds=1))
+    cells = [line.strip("| ").split(" | ") for line in lines[2:]]
+    times = {row[0]: float(row[1]) for row in cells}
+    assert times["buffered, groups by speed"] < times["static"] == 1.0
