@@ -119,7 +119,9 @@ test-browser: $(READY) ## Try the live pages in chromium (installs it: Debian, a
 	@$(MAKE) --no-print-directory $(VENV)-browser/axe.min.js || echo "make: npm failed: tests of accessibility are skipped"
 	$(PYTEST) tests/integration/test_browser.py
 
+# Only where no machine boots: Debian's package starts its service.
 test-long: $(READY) ## Run the tests that take minutes, and variants of others
+	@$(MAKE) --no-print-directory programs PROGRAMS=$(if $(wildcard /run/systemd/system),,prometheus:prometheus)
 	$(PYTEST) -m long -n 2 --dist loadgroup
 
 test-properties: $(READY) ## Try every property with six times as many examples

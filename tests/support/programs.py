@@ -23,6 +23,7 @@ NEEDS = {
     TUN: ("allow /dev/net/tun", "hosts that are far from each other"),
     "chromium": ("make test-browser", "live pages in a browser"),
     AXE: ("make test-browser", "accessibility of live pages"),
+    "prometheus": ("make test-long", "metrics in a real Prometheus"),
     "promtool": ("apt-get install prometheus", "alert rules, as Prometheus reads them"),
     "nginx": ("apt-get install nginx-light", "federations of processes behind a proxy"),
     "ip": ("apt-get install iproute2", "hosts with a network of their own"),
