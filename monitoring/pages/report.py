@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from federation.epsilon_text import format_cap, format_epsilon
 from federation.errors import StoreUnavailable
-from federation.messages import FailureKind
+from federation.messages import Energy, FailureKind
 from monitoring import privacy_words, units
 from monitoring.pages import panels, plots, report_privacy, statistics_figures
 from monitoring.pages.panels import Panel
@@ -158,13 +158,11 @@ def render(
         environment()
         .get_template("report.html.j2")
         .render(
-            **context(view, statistics=statistics, job_toml=job_toml),
+            **context(view, statistics=statistics, job_toml=job_toml, plan=plan),
             statistics_panels=found,
             panels=panels.of_run(view) if figures is None else figures,
             job_toml=job_toml,
             versions=versions,
-            plan_rows=run_plan.rows(plan, view),
-            prices_of="" if plan is None else plan.prices_of,
         )
     )
 
@@ -176,6 +174,7 @@ def render_sections(
     is_live: bool,
     is_waiting: bool = False,
     job_toml: str = "",
+    plan: RunPlan | None = None,
 ) -> Mapping[str, str]:
     """Return some sections of the page as text, as the whole page has them.
 
@@ -185,6 +184,7 @@ def render_sections(
         is_live: Whether a process works on the run.
         is_waiting: Whether it waits for its next turn, whatever its events say.
         job_toml: The resolved job file, as text.
+        plan: What was predicted before the run; None if nothing was.
     """
     template = environment().get_template("report.html.j2")
     stated = context(
@@ -192,6 +192,7 @@ def render_sections(
         is_live=is_live,
         is_waiting=is_waiting,
         job_toml=job_toml,
+        plan=plan,
     )
     found = {**stated, "panels": ()}
     within = template.new_context(found)
@@ -216,10 +217,13 @@ def context(
     is_waiting: bool = False,
     statistics: RunStatistics | None = None,
     job_toml: str = "",
+    plan: RunPlan | None = None,
 ) -> Mapping[str, Any]:
     """What the page's tables and tiles say, by its name in the template."""
     unfinished = "waiting" if is_waiting else RUNNING if is_live else "not finished"
-    totals, last = view.totals, view.last_evaluated
+    totals, last, sites = view.totals, view.last_evaluated, _listed_sites(view)
+    plan_rows = run_plan.rows(plan, view, listed={site.site for site in sites})
+    energies = [s.used.energy for s in view.sites if s.used and s.used.energy]
     sums = None if last is None else last.pooled
     return {
         "view": view,
@@ -228,13 +232,15 @@ def context(
         "is_waiting": is_waiting,
         "status_word": unfinished if view.status == RUNNING else view.status,
         "statistics": statistics,
-        "tiles": _tiles(view, statistics),
+        "tiles": (*_tiles(view, statistics), *_cost_tiles(view, energies, plan_rows)),
+        "plan_rows": plan_rows,
+        "prices_of": "" if plan is None else plan.prices_of,
         "confusion": _confusion(view),
         "subgroups": subgroups(sums, view.started.subgroups) if sums else (),
         "reliability": reliability(sums) if sums else (),
         "cell_noise": _cell_noise(view),
         "colours": plots.site_colours(view),
-        "sites": _listed_sites(view),
+        "sites": sites,
         "places": _places(job_toml),
         "rounds": totals.rows[-MAX_ROWS:],
         "failures": totals.failures,
@@ -249,7 +255,7 @@ def context(
         "store_rows": storage_use.rows,
         "store_total": storage_use.total(view.storage),
         "methods": " or ".join(sorted({s.used.method for s in view.sites if s.used})),
-        "energies": [s.used.energy for s in view.sites if s.used and s.used.energy],
+        "energies": energies,
         "aggregator": totals.aggregator,
         **report_privacy.context(view),
     }
@@ -389,6 +395,45 @@ def _tiles(view: RunView, found: RunStatistics | None) -> Sequence[Tile]:
         Tile("Traffic", traffic, f"{up} up, {down} down"),
         Tile("Time", units.format_duration(view.seconds), time_note),
     )
+
+
+def _cost_tiles(
+    view: RunView, energies: Sequence[Energy], plan_rows: Sequence[PlanRow]
+) -> Iterator[Tile]:
+    """What the run has taken of money, power and time, as far as that is known."""
+    busy = [site.used.busy_seconds for site in view.sites if site.used]
+    if busy and view.totals.site_seconds:
+        share = min(1.0, sum(busy) / view.totals.site_seconds)
+        note = "of the sites' time in rounds at work"
+        yield Tile("Utilisation", units.format_fraction(share), note)
+    if energies:
+        of_sites = (
+            f"of {len(energies)} of {units.format_count(len(view.sites), 'site')}"
+        )
+        joules, grams = (
+            _sum([e.joules for e in energies]),
+            _sum([e.grams for e in energies]),
+        )
+        value = (
+            "unknown" if joules is None else f"{units.format_range(joules, 1000)} kJ"
+        )
+        made = "" if grams is None else f"{units.format_range(grams)} g CO2e, "
+        yield Tile("Energy", value, f"{made}{of_sites}")
+    for row in plan_rows:
+        if row.unit == "dollars" and row.is_total:
+            note = f"at the plan's prices; {planned(row)} predicted"
+            yield Tile("Dollars", took(row), note)
+
+
+def _sum(
+    ranges: Sequence[tuple[float, float] | None],
+) -> tuple[float, float] | None:
+    """The sum of ranges; None if one is not known."""
+    known = [ends for ends in ranges if ends is not None]
+    if len(known) < len(ranges):
+        return None
+    low, high = (sum(ends) for ends in zip(*known, strict=True))
+    return low, high
 
 
 def _confusion(view: RunView) -> Sequence[ConfusionRow]:

@@ -5,7 +5,7 @@ Seconds by phase, bytes by link and dollars, all by the one model of
 that were predicted, and those that the run's events have measured.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,12 +103,15 @@ def write(plan: RunPlan, folder: Path) -> None:
     durable_files.write_json(folder / NAME, plan)
 
 
-def rows(plan: RunPlan | None, view: RunView) -> Sequence[PlanRow]:
+def rows(
+    plan: RunPlan | None, view: RunView, *, listed: Collection[str] | None = None
+) -> Sequence[PlanRow]:
     """Compare a prediction with a run, part by part, each unit with its total.
 
     Args:
         plan: The prediction; None for what the run itself has predicted, if it has.
         view: The run.
+        listed: Sites whose links have rows of their own; all by default.
     """
     if plan is None:
         return [*_simulated(view)]
@@ -118,6 +121,8 @@ def rows(plan: RunPlan | None, view: RunView) -> Sequence[PlanRow]:
     for index, way in enumerate(("down", "up")):
         spans = {link.site: getattr(link, way) for link in plan.links}
         for site, span in spans.items():
+            if listed is not None and site not in listed:
+                continue
             actual = sites.get(site, (0, 0))[index]
             what = f"{way}, {site}"
             found.append(

@@ -15,10 +15,11 @@ from federation.errors import FederationError
 from federation.event_log import no_collection
 from federation.events import SiteFailed
 from monitoring.pages import plots, report
-from monitoring.pages.figures import themed
+from monitoring.pages.figures import SITE_COLOURS, themed
 from monitoring.pages.timeline_plot import MAX_ROUNDS_IN_TIMELINE, PHASES, bars, starts
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_reader import RunReader
+from monitoring.views import run_plan
 from monitoring.views.round_view import RUNNING, RoundView, perplexity
 from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED, RunView
 from monitoring.views.site_view import Series
@@ -29,6 +30,7 @@ SECTIONS = (
     "sites",
     "privacy",
     "rounds",
+    "plan",
     "failures",
     "warnings",
 )
@@ -143,15 +145,18 @@ class RunFeed:
             or self._whole is None
             or (before != self._state and WAITING in {before, self._state})
         ):
-            job = ""
+            job, plan = "", None
             with contextlib.suppress(FederationError):  # The page stands without it.
                 job = self._run.read_job()
+            with contextlib.suppress(FederationError):
+                plan = run_plan.read(self._run.path)
             sections = report.render_sections(
                 view,
                 SECTIONS,
                 is_live=is_live,
                 is_waiting=self._state == WAITING,
                 job_toml=job,
+                plan=plan,
             )
             shown = [site.site for site in view.shown_sites]
             self._whole = sections, charts(view), shown
@@ -252,8 +257,8 @@ def charts(view: RunView) -> Mapping[str, Chart]:
     found["bytes"] = _joined(
         "Traffic of a round in MB",
         [
-            ("up", plots.UP_COLOUR, _megabytes(curves["up"])),
-            ("down", "#d08b3c", _megabytes(curves["down"])),
+            ("up", SITE_COLOURS[0], _megabytes(curves["up"])),
+            ("down", SITE_COLOURS[1], _megabytes(curves["down"])),
         ],
     )
     seconds = ("seconds", INK, curves["seconds"])

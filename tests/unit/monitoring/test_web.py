@@ -23,17 +23,20 @@ from federation.events import (
     RunFinished,
     SiteAnswered,
 )
-from federation.messages import FailureKind
-from monitoring.pages import plots, report
+from federation.messages import Energy, FailureKind, Resources
+from federation.rounds.cost import SiteSpeed, Speeds
+from monitoring.pages import figures, plots, report
 from monitoring.runs import event_tail, fold_cache, run_reader
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_reader import RunReader
-from monitoring.views import run_fold
+from monitoring.units import format_fraction
+from monitoring.views import run_fold, run_plan
 from monitoring.views.result_json import result
 from monitoring.views.run_fold import fold
+from monitoring.views.run_plan import LinkBytes, RunPlan
 from monitoring.web import app as web_app
 from monitoring.web.app import Changes, Shown, _SharedFeed, _stream, live_app
-from monitoring.web.run_feed import SECTIONS, Page, RunFeed, charts
+from monitoring.web.run_feed import INK, SECTIONS, Page, RunFeed, charts
 from monitoring.web.run_metrics import RunsCollector
 
 PORT, TOKEN, BEARER = 8642, "a-token-of-many-bits", "another-token"
@@ -64,6 +67,92 @@ def test_sections_are_those_of_the_report(tmp_path: Path) -> None:
     whole = report.render(run.view(), "", {}, figures=())
     for name in SECTIONS[1:]:  # The first says that the page is live.
         assert page.sections[name].strip() in whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reports", [2, 1, 0])
+def test_page_has_dollars_energy_and_utilisation_of_the_report(
+    tmp_path: Path, reports: int
+) -> None:
+    """At the prices of the plan; energy of the sites that let it leave."""
+    run, sites = RunFolder(tmp_path), event_samples.TWO_SITES
+    events = [
+        replace(event, resources=_taken(reports=event.site in sites[:reports]))
+        if isinstance(event, SiteAnswered)
+        else event
+        for event in event_samples.run(Script(rounds=4))
+    ]
+    _write(run, events)
+    speed = SiteSpeed(
+        name=sites[0],
+        train_examples_per_second=9.0,
+        evaluate_examples_per_second=9.0,
+        down_bytes_per_second=1e6,
+        up_bytes_per_second=1e6,
+        dollars_per_hour=30.0,
+    )
+    speeds = Speeds(dollars_per_hour=12.0, sites=(speed,))
+    links = tuple(LinkBytes(site=s, down=(1, 2), up=(3, 4)) for s in sites)
+    costs = (("aggregator", 0.1), (f"site {sites[0]}", 0.2))
+    plan = RunPlan(
+        submitted_at=event_samples.START,
+        links=links,
+        speeds=speeds,
+        seconds=(("rounds", 9.0),),
+        dollars=costs,
+        prices_of="2026-01-02",
+    )
+    run_plan.write(plan, run.path)
+    view, page = run.view(), _page(RunFeed(run))
+    whole = report.render(view, "", {}, figures=(), plan=plan)
+    for name in SECTIONS[1:]:
+        assert page.sections[name].strip() in whole
+    (total,) = [
+        row
+        for row in run_plan.rows(plan, view)
+        if row.unit == "dollars" and row.is_total
+    ]
+    assert total.actual > 0
+    summary, planned = page.sections["summary"], page.sections["plan"]
+    for section in (summary, planned):
+        assert f">{total.actual:,.4f}<" in section
+        assert "0.3000" in section
+    busy = sum(site.used.busy_seconds for site in view.sites if site.used)
+    share = format_fraction(busy / view.totals.site_seconds)
+    assert f">{share}<" in summary
+    # Four rounds of 1 to 2 kJ at each site that reports it.
+    assert (f"{4 * reports} to {8 * reports} kJ" in summary) == bool(reports)
+    assert ("of 1 of 2 sites" in summary) == (reports == 1)
+
+
+def _taken(*, reports: bool) -> Resources:
+    energy = Energy(joules=(1e3, 2e3), grams=None, method="RAPL")
+    return Resources(
+        busy_seconds=0.5,
+        cpu_seconds=None,
+        peak_memory_bytes=None,
+        method="process",
+        energy=energy if reports else None,
+    )
+
+
+def test_page_lists_no_more_links_than_sites() -> None:
+    """Each refresh would send the 2,000 rows of 1,000 sites."""
+    names = tuple(f"site-{at:03d}" for at in range(report.MAX_SITE_ROWS + 50))
+    view = fold(event_samples.run(Script(sites=names, rounds=1)))
+    links = tuple(LinkBytes(site=s, down=(1, 2), up=(3, 4)) for s in names)
+    plan = RunPlan(submitted_at=0.0, links=links, speeds=None)
+    shown = report.context(view, plan=plan)["plan_rows"]
+    assert len(shown) == 2 * (report.MAX_SITE_ROWS + 1)
+    whole = {row.what: row for row in run_plan.rows(plan, view)}
+    assert all(whole[row.what] == row for row in shown)
+
+
+def test_lines_have_the_colours_of_the_palette() -> None:
+    """Which people who are colour-blind tell apart."""
+    view = fold(event_samples.run(Script(epsilon_cap=8.0)))
+    found = {colour for each in charts(view).values() for _, colour in each.lines}
+    assert found - {INK} <= {*figures.SITE_COLOURS}
 
 
 def test_charts_hold_the_numbers_of_the_report() -> None:
