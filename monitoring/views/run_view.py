@@ -351,12 +351,12 @@ class RunView:
         told = self._told()
         views = []
         for site, own in measured.items():
-            epsilon, held_out_epsilon = spending(told.get(site, []))
             step_bytes = (steps_up[site], steps_down[site])
             view = site_view(
                 site, shares.get(site), reports.get(site, []), own, step_bytes
             )
             if self.privacy is not None:
+                epsilon, held_out_epsilon = spending(told.get(site, []))
                 view = replace(
                     view,
                     promise=promises.get(site),

@@ -150,9 +150,11 @@ def total(used: Sequence[Resources]) -> Resources | None:
 def _energy(parts: Sequence[Energy | None]) -> Energy | None:
     """The energy of all parts: unknown if that of one is, or was not reported."""
     known = [each for each in parts if each is not None]
+    if not known:  # Of most sites in most runs, and there are thousands.
+        return None
     joules = _added([each.joules for each in known], len(parts))
     if joules is None:
-        return UNKNOWN_ENERGY if known else None
+        return UNKNOWN_ENERGY
     grams = _added([each.grams for each in known], len(parts))
     return Energy(joules=joules, grams=grams, method=known[-1].method)
 
