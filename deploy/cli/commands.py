@@ -251,7 +251,8 @@ def _until_interrupted() -> None:
 
 
 def _cells(row: dict[str, Any]) -> Sequence[str]:
-    from monitoring.privacy_words import NOISY  # noqa: PLC0415 -- keeps `--help` fast
+    from monitoring import units  # noqa: PLC0415 -- keeps `--help` fast
+    from monitoring.privacy_words import NOISY  # noqa: PLC0415
 
     loss, accuracy = row.get("loss"), row.get("accuracy")
     noisy = NOISY if row.get("is_noisy") else ""
@@ -260,7 +261,7 @@ def _cells(row: dict[str, Any]) -> Sequence[str]:
         row["job"],
         row["status"],
         f"{row.get('rounds_completed', '?')}/{row.get('rounds', '?')}",
-        "" if loss is None else f"{noisy}{loss:.4f}",
+        "" if loss is None else noisy + units.format_number(loss),
         "" if accuracy is None else f"{noisy}{accuracy:.1%}",
         row["folder"],
     )

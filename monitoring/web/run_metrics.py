@@ -31,6 +31,7 @@ class _Family:
     rows: Callable[[RunNumbers], Rows]
     labels: tuple[str, ...] = ()
     is_counter: bool = False
+    may_diverge: bool = False  # A value that is not finite says something.
 
     def of(self, runs: Mapping[str, RunNumbers]) -> Metric:
         kind = CounterMetricFamily if self.is_counter else GaugeMetricFamily
@@ -39,16 +40,16 @@ class _Family:
         )
         for name, run in runs.items():
             for labels, value in self.rows(run):
-                if math.isfinite(value):
+                if self.may_diverge or math.isfinite(value):
                     found.add_metric([name, run.job, *labels], value)
         return found
 
 
-def _gauge(name: str, text: str) -> _Family:
+def _gauge(name: str, text: str, *, may_diverge: bool = False) -> _Family:
     def rows(run: RunNumbers) -> Rows:
         return [((), run.values[name])] if name in run.values else []
 
-    return _Family(name=f"run_{name}", text=text, rows=rows)
+    return _Family(name=f"run_{name}", text=text, rows=rows, may_diverge=may_diverge)
 
 
 def _by_name(numbers: Mapping[str, float]) -> Rows:
@@ -87,7 +88,9 @@ _FAMILIES = (
     _gauge("started_timestamp_seconds", "When its newest coordinator began."),
     _gauge("round", "The newest round that began, from 1."),
     _gauge("round_started_timestamp_seconds", "When that round began."),
-    _gauge("loss", "Mean held-out loss of the newest evaluated model."),
+    _gauge(
+        "loss", "Mean held-out loss of the newest evaluated model.", may_diverge=True
+    ),
     _gauge(
         "loss_noise",
         "Standard deviation of the noise on that loss; absent if it is not known.",

@@ -28,6 +28,11 @@ function showSections(sections) {
   }
 }
 
+// Small steps need their digits: a run of few parameters sends 0.0031 MB in a round.
+function mark(value) {
+  return value === null ? "" : value.toLocaleString(undefined, { maximumSignificantDigits: 6 });
+}
+
 function makeChart(name, chart) {
   const card = element("figure", "card");
   card.append(element("h3", "", chart.title));
@@ -44,7 +49,7 @@ function makeChart(name, chart) {
     width: box.clientWidth || 300, height: 230, legend: { live: true, markers: { fill: (u, i) => u.series[i].stroke(u, i) } },
     scales: { x: { time: false }, y: chart.log ? { distr: 3 } : {} },
     cursor: { points: { size: 6 } },
-    axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000] }, { ...axis, size: 58 }],
+    axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000] }, { ...axis, size: 58, values: (_, splits) => splits.map(mark) }],
     series: [{ label: "round" }, ...series],
   }, [[], ...chart.lines.map(() => [])], box);
   const made = { card, plot, chart, lines: JSON.stringify(chart.lines), rows: [] };

@@ -55,3 +55,41 @@ def test_rules_fire_when_they_should() -> None:
     promtool = program("promtool")
     for words in (("check", "alerts.yml"), ("test", "alerts_test.yml")):
         subprocess.run([promtool, words[0], "rules", words[1]], cwd=FILES, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["zero / zero", "1 / zero", "1 + zero"])
+def test_rule_fires_for_a_loss_that_is_not_finite(tmp_path: Path, loss: str) -> None:
+    """Series of promtool's tests hold numbers alone, so a rule of its own makes it."""
+    labels = '{run="r", job="j"}'
+    record = {"record": "crossfed_run_loss", "expr": loss}
+    rules = {"groups": [{"name": "diverges", "rules": [record]}]}
+    (tmp_path / "loss.yml").write_text(json.dumps(rules))
+    told = {
+        "exp_labels": {"run": "r", "job": "j", "severity": "warning"},
+        "exp_annotations": {
+            "summary": "The loss of j is not a finite number",
+            "description": "Stop it with crossfed stop r, and lower the learning rate.",
+        },
+    }
+    status = 'crossfed_run_status{run="r", job="j", status="running"}'
+    case = {
+        "interval": "1m",
+        "input_series": [
+            {"series": f"zero{labels}", "values": "0x20"},
+            {"series": status, "values": "1x20"},
+        ],
+        "alert_rule_test": [
+            {
+                "alertname": "CrossfedLossNotFinite",
+                "eval_time": "4m",
+                "exp_alerts": [] if loss == "1 + zero" else [told],
+            }
+        ],
+    }
+    files = [str(FILES / "alerts.yml"), str(tmp_path / "loss.yml")]
+    (tmp_path / "test.yml").write_text(
+        json.dumps({"rule_files": files, "evaluation_interval": "1m", "tests": [case]})
+    )
+    command = [program("promtool"), "test", "rules", str(tmp_path / "test.yml")]
+    subprocess.run(command, check=True)

@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -20,7 +21,7 @@ from federation import folder_lock
 from federation.clock import VirtualClock
 from federation.errors import CorruptObject
 from federation.event_log import EventWriter, to_line
-from federation.events import Warned
+from federation.events import ModelEvaluated, Warned
 from federation.job import job_file
 from monitoring.runs.run_folder import RunFolder
 
@@ -295,6 +296,22 @@ def test_verbs_serve_the_pages_of_runs_that_are_there(
     path, text = looked_at(capsys, "runs", "--root", root, "--web")
     assert path == "/"
     assert "two-clouds-quickstart" in text
+
+
+def test_diverged_loss_has_few_digits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run, events = RunFolder(tmp_path / "small" / "one"), event_samples.two_sites(3)
+    with EventWriter(run.events) as write:
+        for event in events:
+            if isinstance(event, ModelEvaluated):
+                count = event.pooled.count
+                diverged = replace(event.pooled, loss_sum=4.7e30 * count)
+                write(replace(event, pooled=diverged))
+            else:
+                write(event)
+    assert cli.main(["runs", "--root", str(tmp_path)]) == 0
+    assert " 4.7e+30 " in capsys.readouterr().out
 
 
 def test_a_damaged_log_is_shown_as_far_as_it_is_whole(

@@ -1,6 +1,8 @@
 """Metrics of runs: the numbers of the view, and a bounded number of series."""
 
+import math
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from support import event_samples
 from support.event_samples import Script
 
 from federation.event_log import EventWriter
-from federation.events import Event, RoundFinished, RunFinished
+from federation.events import Event, ModelEvaluated, RoundFinished, RunFinished
 from federation.messages import FailureKind
 from monitoring.runs import fold_cache, numbers_reader, run_numbers
 from monitoring.runs.find import find_runs
@@ -83,6 +85,20 @@ def test_numbers_are_those_of_the_view(tmp_path: Path) -> None:
         assert found[key] == site.answered
     deadline = ("crossfed_site_failures_total", "run", "deadline", "gcp-us-central1")
     assert found[deadline] == 1
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_loss_that_diverged_is_not_absent(tmp_path: Path, loss: float) -> None:
+    """An alert rule needs it; a Prometheus can hold it."""
+    run = RunFolder(tmp_path / "job" / "run")
+    events = event_samples.run(Script(rounds=2))
+    at = max(n for n, e in enumerate(events) if isinstance(e, ModelEvaluated))
+    last = events[at]
+    assert isinstance(last, ModelEvaluated)
+    events[at] = replace(last, pooled=replace(last.pooled, loss_sum=loss))
+    _take(run, events)
+    found = _scrape(RunsCollector(lambda: [run]))["crossfed_run_loss", "run"]
+    assert str(found) == str(loss)
 
 
 def test_further_sites_and_older_runs_cost_no_series(
