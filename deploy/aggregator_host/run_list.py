@@ -4,7 +4,6 @@ import contextlib
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
-from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -21,7 +20,7 @@ from monitoring.runs.find import find_runs
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.result_json import finite
 from monitoring.views.round_view import RUNNING, accuracy_of, loss_of
-from monitoring.views.run_view import INTERRUPTED
+from monitoring.views.run_view import INTERRUPTED, VIRTUAL
 from monitoring.web.app import Action, Shown
 from monitoring.web.run_metrics import WAIT_SECONDS, RunsCollector
 
@@ -42,11 +41,17 @@ def summary(run: RunFolder) -> dict[str, Any]:
         return {
             "run_id": run.path.name,
             "job": run.path.parent.name,
+            "started_at": 0.0,
             "status": "unreadable",
             "error": str(error),
             "note": str(error),
             "folder": str(run.path),
         }
+
+
+def by_time(row: Mapping[str, Any]) -> tuple[float, str]:
+    """The place of a row in a list, however the run's folder is called."""
+    return row["started_at"], str(row["run_id"])
 
 
 def _note(handed: QueuedRun | None, damage: str) -> str:
@@ -76,12 +81,16 @@ def _numbers(run: RunFolder) -> Mapping[str, Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _folded(run: RunFolder, _size: int, _changed_ns: int) -> Mapping[str, Any]:
+def _folded(run: RunFolder, _size: int, changed_ns: int) -> Mapping[str, Any]:
     view, damage = run.whole_view(without=(SiteAnswered, SiteFailed, StepTaken))
     sums = None if view.last_evaluated is None else view.last_evaluated.pooled
     return {
         "run_id": view.started.run_id,
         "job": view.started.job_name,
+        # In virtual time every run begins at the same moment.
+        "started_at": changed_ns / 1e9
+        if view.started.engine == VIRTUAL
+        else view.first_started_at,
         "status": view.status,
         "rounds_completed": view.rounds_completed,
         "rounds": view.started.rounds,
@@ -125,9 +134,7 @@ def of_aggregator(
     pages = shown(config.runs, actions, run)
     return replace(
         pages,
-        rows=lambda: sorted(
-            [*pages.rows(), *_never_begun(config.runs)], key=itemgetter("name")
-        ),
+        rows=lambda: sorted([*pages.rows(), *_never_begun(config.runs)], key=by_time),
         revoked=lambda: admission.revoked(config),
         missing=missing,
         queued=queued,
@@ -153,6 +160,7 @@ def _never_begun(root: Path) -> list[dict[str, Any]]:
             "name": one.name,
             "run_id": one.name,
             "job": one.run.path.parent.name,
+            "started_at": one.request.at,
             "status": one.status,
             "note": shorten(one.reason, MAX_NOTE_CHARS, placeholder=" ..."),
             "folder": str(one.run.path),
@@ -195,9 +203,10 @@ def shown(
         return found if run is None else {**found, run.path.name: run}
 
     return Shown(
-        rows=lambda: [
-            {**summary(each), "name": name} for name, each in all_runs().items()
-        ],
+        rows=lambda: sorted(
+            ({**summary(each), "name": name} for name, each in all_runs().items()),
+            key=by_time,
+        ),
         find=lambda name: all_runs().get(name),
         actions=actions,
     )

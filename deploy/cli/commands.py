@@ -217,13 +217,12 @@ def _compared(run: "RunFolder") -> dict[str, Any]:
 
 
 def _runs(options: argparse.Namespace) -> int:
-    from deploy.aggregator_host.run_list import shown, summary  # noqa: PLC0415
+    from deploy.aggregator_host.run_list import by_time, shown, summary  # noqa: PLC0415
     from deploy.tools.ledger_reader import site_runs  # noqa: PLC0415
     from monitoring.runs.find import find_runs  # noqa: PLC0415
 
     rows = [summary(run) for run in find_runs(options.root)]
-    # By time, however the folders are called.
-    rows.sort(key=lambda row: str(row["run_id"]))
+    rows.sort(key=by_time)
     if options.json:
         say_json(rows)
     elif rows:

@@ -1,5 +1,6 @@
 """The list of runs: what it says, and what it reads again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from support.event_samples import Script
 
 from deploy.aggregator_host import run_list
 from federation.event_log import EventWriter
-from federation.events import Event
+from federation.events import Event, RunStarted
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.run_fold import fold
 
@@ -33,3 +34,20 @@ def test_summary_is_that_of_all_events(tmp_path: Path, stop: int) -> None:
     assert row["loss"] == view.last_evaluated.pooled.loss
     assert row["is_noisy"]
     assert row["status"] == ("completed" if stop == 1000 else "interrupted")
+
+
+def test_runs_are_listed_by_time(tmp_path: Path) -> None:
+    """Whatever their folders are called; those that cannot be read come first."""
+    root = tmp_path / "runs"
+    for at, (name, engine) in enumerate((("z", ""), ("a", ""), ("m", "virtual"))):
+        first, *rest = event_samples.run(Script(rounds=1, start=1e9 + 1e6 * at))
+        assert isinstance(first, RunStarted)
+        _write(
+            RunFolder(root / "job" / name),
+            [replace(first, engine=engine or first.engine), *rest],
+        )
+    broken = RunFolder(root / "job" / "n")
+    broken.path.mkdir()
+    broken.events.write_bytes(b"{}\n")
+    rows = run_list.shown(root, {}).rows()
+    assert [row["name"] for row in rows] == ["n", "z", "a", "m"]
