@@ -236,6 +236,8 @@ def _log(reader: RunReader) -> str:
 
 def charts(view: RunView) -> Mapping[str, Chart]:
     """The figures of lines that a run has data for, by name."""
+    if not view.started.rounds:
+        return {}  # One point, of the given model, is no line.
     curves = dict(view.totals.curves)
     loss, training = curves["loss"], curves["training"]
     title = f"Held-out loss{view.loss_unit}"

@@ -150,6 +150,9 @@ def test_page_of_a_run_that_begins_anew_keeps_nothing(
     place.write(EVENTS[:1])
     tab.wait("document.querySelectorAll('#charts canvas').length === 0")
     assert tab.value("document.querySelectorAll('.bars').length") == 0
+    for place_of in ("charts", "timeline"):  # No heading stands over nothing.
+        hidden = f"document.getElementById('{place_of}').parentElement.offsetParent"
+        assert tab.value(f"{hidden} === null")
     place.write(EVENTS[1:])
     tab.wait("document.querySelectorAll('#charts canvas').length >= 5")
 

@@ -147,7 +147,10 @@ function follow() {
     const change = JSON.parse(message.data);
     document.title = `${change.title} - crossfed`;
     showSections(change.sections);
+    // Shown first: a chart is as wide as its place. A run that only evaluates has none.
+    byId("charts").parentElement.hidden = !change.figures.length;
     showCharts(change.charts, change.figures);
+    byId("timeline").parentElement.parentElement.hidden = !change.timeline;
     if (change.timeline) showTimeline(change.timeline);
     else byId("timeline").replaceChildren();
     say(change.state, ["interrupted", "deleted"].includes(change.state));

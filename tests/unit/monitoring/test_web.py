@@ -19,8 +19,10 @@ from federation.errors import FederationError
 from federation.event_log import EventWriter
 from federation.events import (
     Event,
+    ModelEvaluated,
     RoundStarted,
     RunFinished,
+    RunStarted,
     SiteAnswered,
 )
 from federation.messages import Energy, FailureKind, Resources
@@ -178,6 +180,18 @@ def test_charts_hold_the_numbers_of_the_report() -> None:
     for at, (name, _) in enumerate(shown["loss"].lines, start=1):
         rows = [(row[0], row[at]) for row in shown["loss"].rows if row[at] is not None]
         assert [*zip(*drawn[name].get_data(), strict=True)] == rows
+
+
+def test_run_that_only_evaluates_has_no_figures(tmp_path: Path) -> None:
+    """Its one point is no line; the loss is in the tiles."""
+    run, events = RunFolder(tmp_path), event_samples.run(Script(rounds=1))
+    started, last = events[0], events[-1]
+    assert isinstance(started, RunStarted)
+    first = next(e for e in events if isinstance(e, ModelEvaluated))
+    _write(run, [replace(started, rounds=0), replace(first, round_index=0), last])
+    page = _page(RunFeed(run))
+    assert page.charts == {}
+    assert page.timeline is None
 
 
 @pytest.mark.slow
