@@ -308,7 +308,8 @@ def statistics_notice(job: JobSpec) -> str:
     try:
         check_job(job, policy, SiteId(job.sites[0].name), has_data=True)
     except JobError as error:
-        text += f". By the defaults of a policy they refuse this job: {error}"
+        why = " ".join(str(error).split())  # A warning is one line.
+        text += f". By the defaults of a policy they refuse this job: {why}"
     return text
 
 

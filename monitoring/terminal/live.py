@@ -33,6 +33,7 @@ from federation.protocols import Clock, Closing
 from monitoring import privacy_words
 from monitoring.terminal.progress import (
     DECLINED,
+    MAX_WARNING_CHARS,
     attempt_failed,
     extended,
     introduced,
@@ -185,7 +186,9 @@ def _trouble(event: Event) -> Iterator[Text]:
         case RunExtended():
             yield Text(printable(extended(event)))
         case Warned(message=message):
-            yield Text(printable(f"warning: {message}"), style="yellow")
+            yield Text(
+                printable(f"warning: {message}", MAX_WARNING_CHARS), style="yellow"
+            )
         case CheckpointSkipped(key=key, reason=reason):
             yield Text(printable(f"skipped checkpoint {key}: {reason}"), "yellow")
 

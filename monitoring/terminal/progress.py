@@ -54,6 +54,8 @@ DECLINED = frozenset({FailureKind.BUDGET, FailureKind.DUPLICATE})
 
 ANOTHER = "the service starts another, which resumes from the newest checkpoint"
 
+MAX_WARNING_CHARS = 2000  # They end with what to do.
+
 
 def printable(text: str, limit: int = 200) -> str:
     """One line without control characters, cut at ``limit`` characters."""
@@ -268,7 +270,7 @@ class PlainProgress(Closing):
                 named = (", ".join(group) for group in event.groups)
                 self._write(f"groups  {'  |  '.join(named)}")
             case Warned(message=message):
-                self._put(f"warning  {message}")
+                self._put(f"warning  {message}", limit=MAX_WARNING_CHARS)
             case RunExtended():
                 self._write(extended(event))
             case CheckpointSkipped(key=key, reason=reason):
@@ -365,8 +367,8 @@ class PlainProgress(Closing):
         else:
             self._put(line)
 
-    def _put(self, line: str) -> None:
-        self._stream.write(printable(line, limit=500) + "\n")
+    def _put(self, line: str, *, limit: int = 500) -> None:
+        self._stream.write(printable(line, limit=limit) + "\n")
         self._stream.flush()
 
 

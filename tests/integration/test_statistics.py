@@ -262,6 +262,7 @@ def test_a_simulation_warns_of_what_deployed_sites_leave_out_or_refuse(folder: P
     assert "would overlap" in text
     (text,) = warned(statistics={"columns": [AGE]})
     assert "policy.secure_aggregation" in text
+    assert text.isprintable()  # In one line, though a policy refuses with several.
     assert not warned(privacy=SECURE | NOISE, statistics=overlap)
 
 
