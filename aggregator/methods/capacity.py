@@ -23,8 +23,6 @@ alike, and differ by noise.
 With ``data.placement = "dynamic"`` ``n_i`` are parts of one dataset, of which each is
 at one site in a round. They are dealt out in the order of the sites, so that a part
 moves only where a boundary does.
-
-Shape suffix: s sites of a round.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,15 +39,14 @@ from federation.rounds.guest import ServerGuest
 from federation.rounds.local_work import (
     PARTS,
     allocated,
-    bounds,
-    fewest_parts,
+    by_capacity,
     is_by_capacity,
     moves_data,
+    steps_each,
 )
 from federation.rounds.round_record import RoundRecord
 
 _WINDOW = 3  # Rounds of a site whose times count.
-_HALVINGS = 60  # Of the interval in which T lies: float64 has 53 bits.
 _FASTEST = 1e-9  # Seconds of a step: a site may claim to take next to none.
 _LATE = 2.0  # Times the deadline that a site is taken to need which missed it.
 
@@ -69,17 +66,10 @@ class Capacity(ServerGuest):
             record.steps_of[site] = allocated(self.job, record.round_index, num_steps)
 
     def _steps_each(self, state: RunState) -> int:
-        """Mean of the steps of a round: fewer as long as nothing is known.
-
-        Half, for those steps are scaled to twice as many; the next round makes up for
-        it. A buffer waits for nobody.
-        """
-        each = self.job.training.local_steps or 0
-        if self.job.buffer_size is not None or state.rounds_completed > 1:
-            return each
-        if state.rounds_completed:
-            return each + each // 2
-        return each if state.site_times else each - each // 2
+        """Mean of the steps of a round; of a lost first round some times are known."""
+        if state.site_times and not state.rounds_completed:
+            return self.job.training.local_steps or 0
+        return steps_each(self.job, state.rounds_completed + 1)
 
     def after_round(self, new_state: RunState, record: RoundRecord) -> RunState:
         """Note what the steps of each site took; see ``ServerGuest``."""
@@ -174,18 +164,10 @@ def allocate(
         median(pace.waiting_seconds for pace in paces.values()),
     )
     known = [paces.get(site, usual) for site in cohort]
-    waiting_s = np.array([pace.waiting_seconds for pace in known])
-    step_s = np.array([max(pace.step_seconds, _FASTEST) for pace in known])
-    low, high = (fewest_parts(job), PARTS) if moves_data(job) else bounds(job)
-    total, begin = each * len(cohort), 0.0
-    end = float(np.max(waiting_s + high * step_s))
-    for _ in range(_HALVINGS):
-        middle = (begin + end) / 2
-        wanted_s = ((middle - waiting_s) / step_s).clip(low, high)
-        begin, end = (middle, end) if wanted_s.sum() < total else (begin, middle)
-    wanted_s = ((end - waiting_s) / step_s).clip(low, high)
-    found_s = np.floor(wanted_s).astype(np.int64)
-    # What rounding down has left goes to those that lost most by it.
-    left = min(total, round(float(wanted_s.sum()))) - int(found_s.sum())
-    found_s[np.argsort(found_s - wanted_s, kind="stable")[: max(0, left)]] += 1
-    return dict(zip(cohort, found_s.tolist(), strict=True))
+    found = by_capacity(
+        job,
+        [pace.waiting_seconds for pace in known],
+        [max(pace.step_seconds, _FASTEST) for pace in known],
+        total=each * len(cohort),
+    )
+    return dict(zip(cohort, found, strict=True))

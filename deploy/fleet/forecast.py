@@ -28,8 +28,8 @@ from federation.job.spec import JobSpec, SiteDataSpec
 from federation.protocols import Clock
 from federation.rounds import cost
 from federation.rounds.cost import SiteSpeed, Speeds
-from federation.rounds.local_work import in_round
-from federation.rounds.traffic import Traffic, examples_trained
+from federation.rounds.local_work import in_round, is_by_capacity, moves_data
+from federation.rounds.traffic import SiteFacts, Traffic, examples_trained
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.run_plan import LinkBytes, RunPlan
 from monitoring.views.run_view import RunView
@@ -272,16 +272,24 @@ def _speed_of(
     ]
     evaluate = fmean(evaluations) if evaluations else 0.0
     examples = fmean(
-        examples_trained(
-            in_round(_of_steps(traffic, steps.get(index)).job, index).training, facts
+        _examples(
+            in_round(_of_steps(traffic, steps.get(index)).job, index), facts, answer
         )
-        for index, _ in answers
+        for index, answer in answers
     )
     return replace(
         bare,
         train_examples_per_second=max(examples, 1) / max(train, 1e-9),
         evaluate_examples_per_second=max(facts.held_out, 1) / max(evaluate, 1e-9),
     )
+
+
+def _examples(job: JobSpec, facts: SiteFacts, answer: SiteAnswered) -> int:
+    """Examples that an answer's training has gone through."""
+    training, steps = job.training, answer.num_steps
+    if steps and (is_by_capacity(job) or moves_data(job)):
+        return steps * training.batch_size * training.accumulate
+    return examples_trained(training, facts)
 
 
 def _work(answer: SiteAnswered) -> Mapping[str, float]:

@@ -16,6 +16,7 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.rounds import cost
 from federation.rounds.cost import Cost, Speeds
+from federation.rounds.local_work import is_by_capacity
 from federation.rounds.traffic import Traffic
 from monitoring import units
 
@@ -135,10 +136,12 @@ def changed(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
 
 def round_lines(traffic: Traffic, speeds: Speeds) -> Iterator[tuple[str, ...]]:
     """Yield a row for each site: its name, and seconds by phase of a later round."""
-    index, stated = min(2, traffic.job.rounds), cost.by_site(speeds)
+    index = min(3 if is_by_capacity(traffic.job) else 2, traffic.job.rounds)
+    stated, shares = cost.by_site(speeds), cost.work_shares(traffic, index, speeds)
     for site in traffic.job.sites:
         name = SiteId(site.name)
         took = cost.site_seconds(traffic, name, index, cost.speed_of(stated, name))
+        took = {**took, "train": shares[name] * took["train"]}
         yield site.name, *(f"{seconds:.2f}" for seconds in took.values())
 
 

@@ -13,7 +13,17 @@ from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job.job_keys import key
 from federation.job.spec import JobSpec, MachineSpec, RelayLineSpec, TrainingSpec
-from federation.rounds.local_work import bounds, in_round, is_auto, total_steps
+from federation.rounds.local_work import (
+    PARTS,
+    bounds,
+    by_capacity,
+    in_round,
+    is_auto,
+    is_by_capacity,
+    moves_data,
+    steps_each,
+    total_steps,
+)
 from federation.rounds.traffic import Leg, SiteFacts, Span, Traffic, examples_trained
 
 PHASES = ("set-up", "first round", "later rounds", "final evaluation")
@@ -253,6 +263,7 @@ def site_seconds(
 
     Steps that coincide with messages, of this round down and of the last one up, take
     none. A site that waits for others has more time for them, but is not the slowest.
+    All sites have equal work here: see ``work_shares``.
     """
     legs, facts = traffic.inside_legs(site, round_index), traffic.facts[site]
     trains = round_index <= traffic.job.rounds
@@ -287,13 +298,11 @@ def round_seconds(traffic: Traffic, round_index: int, speeds: Speeds) -> float:
 
     Of a buffered run, the mean time between two models.
     """
-    on_line, found = _relay_seconds(traffic, round_index, speeds), dict[str, float]()
-    stated, job = by_site(speeds), traffic.job
-    for name in (SiteId(site.name) for site in job.sites):
-        took = site_seconds(traffic, name, round_index, speed_of(stated, name))
-        relay = traffic.relay_of(name)
-        beyond = on_line[relay.name] if relay else 0.0
-        found[name] = sum(took.values()) + beyond
+    job, shares = traffic.job, work_shares(traffic, round_index, speeds)
+    found = {
+        site: waiting + shares[site] * train
+        for site, (waiting, train) in _work_parts(traffic, round_index, speeds).items()
+    }
     seconds = max(found.values())
     if job.buffer_size is not None and round_index <= job.rounds:
         groups = job.schedule.groups or [(name,) for name in found]
@@ -301,6 +310,47 @@ def round_seconds(traffic: Traffic, round_index: int, speeds: Speeds) -> float:
         models = 1 if round_index == 1 else min(job.rounds, _PLAYED)
         seconds = _between_models(parts, job.buffer_size, models)
     return seconds + speeds.combine_seconds
+
+
+def _work_parts(
+    traffic: Traffic, round_index: int, speeds: Speeds
+) -> Mapping[str, tuple[float, float]]:
+    """Seconds in which each site waits or evaluates, and in which it trains."""
+    on_line, stated = _relay_seconds(traffic, round_index, speeds), by_site(speeds)
+    found = dict[str, tuple[float, float]]()
+    for name in (SiteId(site.name) for site in traffic.job.sites):
+        took = site_seconds(traffic, name, round_index, speed_of(stated, name))
+        relay = traffic.relay_of(name)
+        beyond = on_line[relay.name] if relay else 0.0
+        train = took["train"]
+        found[name] = sum(took.values()) - train + beyond, train
+    return found
+
+
+def work_shares(
+    traffic: Traffic, round_index: int, speeds: Speeds
+) -> Mapping[str, float]:
+    """How many times the steps or the data of equal work each site has in a round.
+
+    By capacity, sites of a round end together; its first round has equal work.
+    """
+    job = traffic.job
+    names = [site.name for site in job.sites]
+    moves, trains = moves_data(job), round_index <= job.rounds
+    if not trains or not (moves or is_by_capacity(job)):
+        return dict.fromkeys(names, 1.0)
+    usual = PARTS // len(names) if moves else job.training.local_steps or 1
+    each = usual if moves else steps_each(job, round_index)
+    if round_index == 1:
+        return dict.fromkeys(names, each / usual)
+    parts = _work_parts(traffic, round_index, speeds)
+    found = by_capacity(
+        job,
+        [parts[name][0] for name in names],
+        [parts[name][1] / usual for name in names],
+        total=each * len(names),
+    )
+    return {name: n / usual for name, n in zip(names, found, strict=True)}
 
 
 def _between_models(
@@ -384,9 +434,10 @@ def trained_share(traffic: Traffic, speeds: Speeds) -> float | None:
             continue
         seconds += times * round_seconds(traffic, index, speeds)
         training = in_round(traffic.job, index).training
+        shares = work_shares(traffic, index, speeds)
         for name, facts in traffic.facts.items():
             work = work_seconds(training, facts, speed_of(stated, name))
-            trained[name] += times * work.train
+            trained[name] += times * shares[name] * work.train
     return min(trained.values()) / seconds if seconds else None
 
 

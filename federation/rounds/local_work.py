@@ -4,10 +4,15 @@ What a job fixes, and what a site checks. ``aggregator.methods.chosen_steps`` ch
 the number of steps from the times of earlier rounds, if the job leaves it open.
 
 Pure functions.
+
+Shape suffix: s sites of a round.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+
+import numpy as np
 
 from federation.errors import ProtocolError
 from federation.job.evaluation_job import evaluates_only
@@ -17,6 +22,7 @@ from federation.messages import RoundTask, TaskKind
 PARTS = 4096  # Of a dataset that moves between sites.
 
 _MOST_TIMES = 4  # Without a limit in the job: times its local steps.
+_HALVINGS = 60  # Of the interval in which T lies: float64 has 53 bits.
 
 
 def is_auto(job: JobSpec) -> bool:
@@ -61,6 +67,45 @@ def bounds(job: JobSpec) -> tuple[int, int]:
         # An update of n steps is scaled by low / n, as if its rate were so much higher.
         return max(1, low // _MOST_TIMES), most or _MOST_TIMES * low
     return low, most or low
+
+
+def by_capacity(
+    job: JobSpec, waiting: Sequence[float], each: Sequence[float], *, total: int
+) -> list[int]:
+    """Divide steps, or parts of the data, so that all sites of a round end together.
+
+    Args:
+        job: Sets the bounds for a site.
+        waiting: Seconds in which each site waits.
+        each: Seconds of a step of each.
+        total: How many to divide; kept to unless the bounds forbid it.
+    """
+    waiting_s, step_s = np.array(waiting), np.array(each)
+    low, high = (fewest_parts(job), PARTS) if moves_data(job) else bounds(job)
+    begin, end = 0.0, float(np.max(waiting_s + high * step_s))
+    for _ in range(_HALVINGS):
+        middle = (begin + end) / 2
+        wanted_s = ((middle - waiting_s) / step_s).clip(low, high)
+        begin, end = (middle, end) if wanted_s.sum() < total else (begin, middle)
+    wanted_s = ((end - waiting_s) / step_s).clip(low, high)
+    found_s = np.floor(wanted_s).astype(np.int64)
+    # What rounding down has left goes to those that lost most by it.
+    left = min(total, round(float(wanted_s.sum()))) - int(found_s.sum())
+    found_s[np.argsort(found_s - wanted_s, kind="stable")[: max(0, left)]] += 1
+    found: list[int] = found_s.tolist()
+    return found
+
+
+def steps_each(job: JobSpec, round_number: int) -> int:
+    """Mean of the steps of a round by capacity, the first of which measures.
+
+    It takes half, for those steps are scaled to twice as many; the next makes up for
+    it. A buffer waits for nobody.
+    """
+    each = job.training.local_steps or 0
+    if job.buffer_size is not None or round_number > 2:  # noqa: PLR2004 -- as said
+        return each
+    return each - each // 2 if round_number == 1 else each + each // 2
 
 
 def allocated(job: JobSpec, round_index: int, num_steps: int) -> range:

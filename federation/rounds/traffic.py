@@ -326,6 +326,7 @@ class Traffic:
         for index in range(1, planned_rounds(job) + 1 + (job.evaluation.every > 0)):
             likeness = (
                 index == 1,
+                index == 2 and is_by_capacity(job),  # noqa: PLR2004 -- of more steps
                 self._exchanged(index),
                 index > job.rounds,
                 self._evaluates(index),

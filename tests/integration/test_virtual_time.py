@@ -159,6 +159,44 @@ def test_prediction_is_what_virtual_time_takes(tmp_path: Path):
     assert "Predicted before the run" in report
 
 
+EQUAL = {"training": {"local_steps": 12, "optimizer": {"lr": 0.1}}}
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {**EQUAL, "schedule": {"allocation": "capacity"}},
+        {
+            **EQUAL,
+            "rounds": 30,
+            "schedule": {
+                "mode": "buffered",
+                "buffer_size": 2,
+                "allocation": "capacity",
+            },
+        },
+        {
+            "training": {"local_epochs": 4, "optimizer": {"lr": 0.1}},
+            "data": {
+                "source": "support.small_jobs:blobs",
+                "placement": "dynamic",
+            },
+        },
+    ],
+)
+def test_prediction_follows_capacity(tables: dict[str, Any]):
+    """Sites that take the steps, or the data, of their speed end together."""
+    machines = [
+        {**one, "examples_per_second": 10.0 * 2**index, "up_mbit": 10.0}
+        for index, one in enumerate(machines_of(plain_job()))
+    ]
+    tables = {"rounds": 6, "evaluation": {"every": 0}, **tables}
+    events = events_of(virtual_job(**tables, simulation={"machines": machines}))
+    (told,) = only(events, CostPredicted)
+    (finished,) = only(events, RunFinished)
+    assert told.seconds == pytest.approx(finished.seconds, rel=0.08)
+
+
 def test_prediction_of_work_is_not_the_wall_clock():
     """Elsewhere no speed is stated, and so no time is predicted."""
     heard: list[Event] = []
