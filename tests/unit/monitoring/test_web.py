@@ -24,6 +24,7 @@ from federation.events import (
     RunFinished,
     RunStarted,
     SiteAnswered,
+    SiteFailed,
 )
 from federation.messages import Energy, FailureKind, Resources
 from federation.rounds.cost import SiteSpeed, Speeds
@@ -479,6 +480,21 @@ def test_frozen_site_is_blamed_alone(tmp_path: Path) -> None:
     assert all(f"Waits for {second}" in text for text in texts[2:])
     # A round that stalls says nothing about the time that is left.
     assert [" left." in text for text in texts] == [True, False, True, False]
+
+
+def test_revoked_site_is_called_so(tmp_path: Path) -> None:
+    """Its node is gone, which without the operator's record is only unreachable."""
+    run, (site, _) = RunFolder(tmp_path), event_samples.TWO_SITES
+    script = Script(failures=((2, site, FailureKind.UNREACHABLE),))
+    events = event_samples.run(script)
+    fails = next(at for at, e in enumerate(events) if isinstance(e, SiteFailed))
+    _write(run, events[: fails + 1])
+    with run.locked():
+        feeds = RunFeed(run), RunFeed(run, revoked=lambda: [site])
+        plain, revoked = (_page(feed).sections["now"] for feed in feeds)
+    assert f"{site}: unreachable" in plain
+    assert f"{site}: revoked" in revoked
+    assert "unreachable" not in revoked
 
 
 @pytest.mark.slow
