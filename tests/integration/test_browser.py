@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from support.programs import AXE, AXE_SCRIPT, needs
 from support.small_jobs import small_job
 
 from deploy.aggregator_host import run_list
+from deploy.aggregator_host.enrolment_operator import SiteRow
 from deploy.site_host import run_status
 from deploy.site_host.machine_use import MachineUse
 from deploy.site_host.run_status import DatasetSpent, RunStatus, SiteStatus
@@ -52,6 +54,13 @@ QUEUED = {
     "waits": f"run 20260102-000000-abcdef waits for a slot at {SITES[0]}",
     "starts_in_seconds": 320.0,
 }
+LISTED = SiteRow(
+    site=SITES[0],
+    state="enrolled",
+    at=9e9,
+    last_answer=EVENTS[0].at,
+    steps_per_second=12.5,
+)
 FOCUSED = """(e => [e.tagName, (e.innerText || '').trim(),
 getComputedStyle(e).outlineStyle])(document.activeElement)"""
 
@@ -86,6 +95,7 @@ class Place:
             find={NAME: self.run}.get,
             actions={"stop": self.stop, "resume": self.stop},
             queue=lambda: [QUEUED],
+            sites=lambda: [asdict(LISTED)],
         )
 
 

@@ -888,6 +888,27 @@ def test_overview_lists_everybody(federation: Federation):
         assert [row.connected for row in found.sites] == [None, expected, None]
 
 
+def test_overview_reads_the_roster_as_often_for_many_sites_as_for_one(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+):
+    """Reading it checks every site: once for each of 1,000 took minutes."""
+    reads = list[Path]()
+    read = roster_file._read_document
+
+    def noted(path: Path) -> dict[str, Any]:
+        reads.append(path)
+        return read(path)
+
+    monkeypatch.setattr(roster_file, "_read_document", noted)
+    counts = []
+    for name in ("site-a", "site-b", "site-c"):
+        federation.site(name)
+        reads.clear()
+        enrolment_operator.overview(federation.config, clock=federation.clock)
+        counts.append(len(reads))
+    assert len(set(counts)) == 1
+
+
 def test_folder_that_is_no_aggregators(tmp_path: Path, federation: Federation):
     """The command that makes one is named."""
     config = replace(federation.config, folder=tmp_path)
