@@ -17,6 +17,7 @@ from federation.errors import JobError
 from federation.ids import check_name
 from federation.job import code_files, job_file
 from federation.job.job_keys import key
+from federation.job.metrics import is_function
 from federation.job.privacy_job import LEVELS
 from privacy.secagg.agreement.contract import WEIGHT_RULES
 from privacy.secagg.arithmetic.ring import RING_BITS
@@ -27,6 +28,7 @@ _ADVICE = (
     "machine a site and creates the file"
 )
 _SIGNER = re.compile("[0-9a-f]{64}")
+_MODULE = re.compile(r"[A-Za-z_][\w.]*:\*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +311,13 @@ def check(file: SiteFile) -> None:
     _check_choices("policy.ring_bits", file.policy.ring_bits, RING_BITS)
     _check_choices("policy.levels", file.policy.levels, LEVELS, fewest=0)
     _check_choices("policy.weight_rules", file.policy.weight_rules, WEIGHT_RULES)
+    for name in file.policy.functions:
+        if not (is_function(name) or _MODULE.fullmatch(name)):
+            raise JobError(
+                f"{name!r} matches no function: give module:function, module:* for all "
+                "that a module defines, or ./file.py:function for each of a file",
+                key="policy.functions",
+            )
     if file.compute.sharding == "full" and file.compute.ranks == 1:
         raise JobError(
             "one rank holds the whole model: set compute.ranks to 2 or more",

@@ -118,6 +118,18 @@ def test_no_levels_may_be_accepted(tmp_path: Path):
         site_file.load(path)
 
 
+def test_functions_that_match_none_are_refused(tmp_path: Path):
+    """A line that accepts nothing looks to its author as if it did."""
+    path = write(tmp_path, f'{SMALLEST}[policy]\nfunctions = ["a.b:*", "./c.py:d"]\n')
+    assert site_file.load(path).file.policy.functions == ("a.b:*", "./c.py:d")
+    for wrong in ("./c.py:*", "a.b", "*", "a.b:c*"):
+        write(tmp_path, f'{SMALLEST}[policy]\nfunctions = ["a:b", "{wrong}"]\n')
+        with pytest.raises(JobError, match=r"policy\.functions") as caught:
+            site_file.load(path)
+        assert repr(wrong) in str(caught.value)
+        assert "./file.py:function" in str(caught.value)
+
+
 def test_policy_under_both_names_is_refused(tmp_path: Path):
     """Whichever is the stricter one."""
     path = write(tmp_path, f"{SMALLEST}[floor]\n[policy]\n")
