@@ -102,7 +102,8 @@ class MachineUse:
     """What is known of a machine.
 
     Attributes:
-        since: When the sums begin, seconds since 1970.
+        since: When the sums begin, seconds since 1970. They leave out the time in
+            which no agent ran.
         at: When this was noted.
         methods: How energy was measured: ``RAPL``, ``model``, ``NVML``; ``unknown``.
         states: Sums by state.
@@ -436,10 +437,10 @@ def parts(
         found.append(f"{format_bytes(use.gpu_memory_bytes)} of GPU memory")
     ago = format_duration(max(0.0, now - use.at))
     yield f"machine, {ago} ago: {', '.join(found)}", ()
-    since = format_duration(max(0.0, use.at - use.since))
+    measured = format_duration(sum(each.seconds for each in use.states))
     methods = " and ".join(use.methods) or "nothing yet"
     rows = [(each.state, [_text(each, grams_per_kwh)]) for each in use.states]
-    yield f"energy in {since}, by {methods}:", rows
+    yield f"energy in {measured}, by {methods}:", rows
 
 
 def _text(use: StateUse, grams_per_kwh: float) -> str:

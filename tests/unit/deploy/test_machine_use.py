@@ -211,6 +211,16 @@ def test_log_is_bounded_and_what_is_damaged_begins_anew(
     use = machine_use.read_use(tmp_path)
     assert use is not None
     assert (use.since, use.states[2].seconds) == (1e9, 3.0)
+    clock.sleep(3600.0)  # While no agent runs, nothing is measured.
+    later = log()
+    for _ in range(2):
+        later.look()
+        clock.sleep(1.0)
+    later.save()
+    use = machine_use.read_use(tmp_path)
+    assert use is not None
+    told = [line for line, _ in machine_use.parts(use, 0.0, clock.now())]
+    assert told[-1].startswith("energy in 4.0 s")
     unknown = replace(use, states=(replace(use.states[0], joules=None),))
     (tmp_path / "use.json").write_text(json.dumps(encode(unknown)))
     log().save()
