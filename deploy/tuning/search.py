@@ -131,7 +131,7 @@ class Search:
             ) from error
         if strangers := _numbers(self.folder) - {t.number for t in study.trials}:
             raise CorruptObject(
-                f"{database} does not know trial {min(strangers)}, whose run is in "
+                f"{database} does not know trial {min(strangers) + 1}, whose run is in "
                 f"{TRIALS}/: it was lost, or is an older copy. Restore it, or name a "
                 "new folder with --out; with differential privacy, count what both "
                 "have spent"
@@ -357,7 +357,8 @@ def _storage(folder: Path) -> "optuna.storages.RDBStorage":
 
 def _numbers(folder: Path) -> set[int]:
     """Numbers of the trials whose runs are there."""
-    return {int(p.name) for p in (folder / TRIALS).glob("*") if p.name.isdecimal()}
+    found = (folder / TRIALS).glob("*")
+    return {int(path.name) - 1 for path in found if path.name.isdecimal()}
 
 
 def _wanted(spec: TuneSpec, study: "optuna.Study") -> int:

@@ -35,8 +35,8 @@ REASON = "reason"  # Why a trial failed: of the trial, in the study.
 
 
 def folder_of(folder: Path, number: int) -> Path:
-    """Folder of a trial's run, in that of the search."""
-    return folder / TRIALS / f"{number:04d}"
+    """Folder of a trial's run, in that of the search; people count from 1."""
+    return folder / TRIALS / f"{number + 1:04d}"
 
 
 def run_trial(

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -257,6 +258,8 @@ def test_the_command(
     assert found["folder"] == "searches/tiny"
     assert main(["tune", str(path)]) == 0
     out = capsys.readouterr().out
+    number = int(re.findall(r"best +trial (\d+):", out)[0])
+    assert f"trials/{number:04d}\n" in out
     best = found["trials"][found["best"]]["values"]
     assert f"--set training.local_steps={best['training.local_steps']}" in out
     page = (tmp_path / "searches/tiny/tuning.html").read_text()
@@ -336,7 +339,7 @@ def test_an_older_copy_of_a_trial_is_refused(tmp_path: Path) -> None:
     """Its ledger and its head fit together."""
     job = (JOB + PRIVATE).replace("rounds = 3", "rounds = 2")
     search(tmp_path, trials=1, job=job, stop=after(2))
-    trial = tmp_path / "search/trials/0000"
+    trial = tmp_path / "search/trials/0001"
     shutil.copytree(trial, tmp_path / "older")
     search(tmp_path, trials=1, job=job)
     shutil.rmtree(trial)
