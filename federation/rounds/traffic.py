@@ -294,12 +294,38 @@ class Traffic:
         """
         job = self.job
         is_last = round_index > job.rounds
-        count = len(job.sites) if is_last else self._num_trained
+        least = len(job.sites) if is_last else self._num_trained
+        count = least if is_last else max(map(len, job.schedule.groups), default=least)
         legs = [self.legs(SiteId(site.name), round_index) for site in job.sites]
-        return (
-            _draw(count, [sum((leg.down for leg in each), Span()) for each in legs]),
-            _draw(count, [sum((leg.up for leg in each), Span()) for each in legs]),
+        downs = [sum((leg.down for leg in each), Span()) for each in legs]
+        ups = [sum((leg.up for leg in each), Span()) for each in legs]
+        return _draw(count, downs, least), _draw(count, ups, least)
+
+    def left_open(self, site: SiteId) -> tuple[Span, Span]:
+        """Bytes of a site's task at the end of a buffered run, down and up.
+
+        A group has keys and its first task apart from those of other groups, and the
+        final evaluation is the first task of one that has opened no sum.
+        """
+        first, last, final = (
+            {leg.step: leg for leg in self.legs(site, index)}
+            for index in (1, self.job.rounds, self.job.rounds + 1)
         )
+        name, steps = TaskKind.TRAIN.value, [*first]
+        main = first[name], last[name]
+        before = [first[step] for step in steps[: steps.index(name)]]
+        after = [first[step] for step in steps[steps.index(name) + 1 :]]
+        high = max(leg.down.high for leg in main)
+        if final and before:
+            high += max(0, main[0].down.high - final[TaskKind.EVALUATE.value].down.high)
+        down = Span(min(leg.down.low for leg in main), high)
+        up = Span(0, max(leg.up.high for leg in main))
+        for leg in before:
+            down, up = down + leg.down, up + leg.up
+        for leg in after:
+            down += Span(0, leg.down.high)
+            up += Span(0, leg.up.high)
+        return down, up
 
     @property
     def _num_trained(self) -> int:
@@ -307,7 +333,10 @@ class Traffic:
         return self.job.buffer_size or self.job.cohort_size
 
     def of_run(self) -> tuple[Span, Span]:
-        """Bytes of all rounds and of the final evaluation, down and up."""
+        """Bytes of all rounds and of the final evaluation, down and up.
+
+        Also of the tasks on which sites of a buffered run are at work at its end.
+        """
         fewest = fewest_rounds(self.job)
         if fewest == self.job.rounds:
             return _of_rounds(self)
@@ -543,7 +572,31 @@ def _of_rounds(traffic: Traffic) -> tuple[Span, Span]:
         one_down, one_up = traffic.of_round(round_index)
         down += Span(times * one_down.low, times * one_down.high)
         up += Span(times * one_up.low, times * one_up.high)
-    return down, up
+    open_down, open_up = _left_open(traffic)
+    return down + open_down, up + open_up
+
+
+def _left_open(traffic: Traffic) -> tuple[Span, Span]:
+    """Bytes of what a buffered run sends beside its models' own tasks.
+
+    Every site has a task from the first model on, and those without a part in the last
+    one still have theirs when it is made: some answer before the run is over. They
+    train once more for each update that is too late to count: more models than
+    ``max_staleness`` have been made meanwhile.
+    """
+    job = traffic.job
+    if job.buffer_size is None:
+        return Span(), Span()
+    names = [SiteId(site.name) for site in job.sites]
+    left = [traffic.left_open(name) for name in names]
+    count = len(names) - job.buffer_size
+    least = len(names) - max(map(len, job.schedule.groups), default=job.buffer_size)
+    down, up = (_draw(count, spans, least) for spans in zip(*left, strict=True))
+    late = job.rounds // (job.schedule.max_staleness + 1)
+    legs = [traffic.legs(name, job.rounds) for name in names]
+    late_down = _draw(count, [sum((leg.down for leg in each), Span()) for each in legs])
+    late_up = _draw(count, [sum((leg.up for leg in each), Span()) for each in legs])
+    return down + Span(0, late * late_down.high), up + Span(0, late * late_up.high)
 
 
 def examples_trained(training: TrainingSpec, facts: SiteFacts) -> int:
@@ -589,7 +642,13 @@ def _span(messages: Iterable[RoundTask | SiteMessage]) -> Span:
     return Span(min(sizes), max(sizes))
 
 
-def _draw(count: int, spans: Sequence[Span]) -> Span:
-    """Draw a number of sites: the smallest ones, and the largest."""
-    low = sorted(span.low for span in spans)[:count]
+def _draw(count: int, spans: Sequence[Span], least: int | None = None) -> Span:
+    """Draw a number of sites: the smallest ones, and the largest.
+
+    Args:
+        count: How many.
+        spans: What each of all sites would send.
+        least: How many at least, if that is not known.
+    """
+    low = sorted(span.low for span in spans)[: count if least is None else least]
     return Span(sum(low), sum(sorted((s.high for s in spans), reverse=True)[:count]))

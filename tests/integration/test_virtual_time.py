@@ -197,6 +197,50 @@ def test_prediction_follows_capacity(tables: dict[str, Any]):
     assert told.seconds == pytest.approx(finished.seconds, rel=0.08)
 
 
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize(("rounds", "size"), [(1, 2), (12, 2), (20, 1), (9, 4)])
+def test_bytes_of_a_buffered_run_are_within_the_prediction(
+    rounds: int, size: int, every: int
+):
+    """With tasks that its end finds at work, and updates that came too late."""
+    job = virtual_job(
+        rounds=rounds,
+        evaluation={"every": every},
+        schedule={"mode": "buffered", "buffer_size": size},
+    )
+    view = fold(events_of(job))
+    told = view.predicted
+    assert told is not None
+    assert told.bytes_down[0] <= view.bytes_down <= told.bytes_down[1]
+    assert told.bytes_up[0] <= view.bytes_up <= told.bytes_up[1]
+    if rounds <= job.schedule.max_staleness:
+        assert told.bytes_down[0] == told.bytes_down[1]
+
+
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize(("rounds", "first"), [(1, 3), (2, 3), (12, 3), (9, 4)])
+def test_bytes_of_groups_are_within_the_prediction(rounds: int, first: int, every: int):
+    """Each has keys and a first task of its own, and perhaps other sizes."""
+    names = [f"site-{index}" for index in range(first + 3)]
+    machines = [
+        {"site": name, "examples_per_second": 10.0 * 1.7**index}
+        for index, name in enumerate(names)
+    ]
+    job = small_job(
+        num_sites=len(names),
+        rounds=rounds,
+        evaluation={"every": every},
+        schedule={"mode": "buffered", "groups": [names[:first], names[first:]]},
+        privacy={"secure_aggregation": {"enabled": True, "max_examples": 1000}},
+        simulation={"machines": machines},
+    )
+    view = fold(events_of(job))
+    told = view.predicted
+    assert told is not None
+    assert told.bytes_down[0] <= view.bytes_down <= told.bytes_down[1]
+    assert told.bytes_up[0] <= view.bytes_up <= told.bytes_up[1]
+
+
 def test_prediction_of_work_is_not_the_wall_clock():
     """Elsewhere no speed is stated, and so no time is predicted."""
     heard: list[Event] = []
