@@ -76,6 +76,12 @@ def _traffic(view: RunView) -> Iterator[str]:
         )
     elif view.bytes_up or view.bytes_down:
         yield f"bytes       {view.bytes_down:,} down, {view.bytes_up:,} up"
+    again = view.superseded
+    if again.bytes_down or again.bytes_up:
+        yield (
+            f"            of these {again.bytes_down:,} down, {again.bytes_up:,} up in "
+            "rounds that ran again or to evaluate before an extension"
+        )
 
 
 def _participation(view: RunView) -> Iterator[str]:

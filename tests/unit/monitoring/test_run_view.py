@@ -221,6 +221,8 @@ def test_totals_are_the_bytes_that_were_sent(
     assert sum(site.bytes_up for site in view.sites) == up
     assert sum(site.bytes_down for site in view.sites) == down
     assert view.superseded.bytes_down > 0
+    (line,) = [each for each in outcome.lines(view) if " again " in each]
+    assert f"{view.superseded.bytes_down:,} down" in line
     state, kept = whole.kept()
     other = RunFold()
     for event in kept:
