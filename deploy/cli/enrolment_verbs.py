@@ -17,7 +17,6 @@ from deploy.cli.terminal import note, say, say_json, tell
 from deploy.exit_codes import DONE
 from federation.errors import FederationError, JobError
 from monitoring.units import format_duration, format_number
-from privacy.secagg.agreement.roster import SITE
 
 if TYPE_CHECKING:
     from deploy.aggregator_host.config import AggregatorConfig
@@ -267,6 +266,7 @@ def _sites(options: argparse.Namespace) -> int:
     from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
     from monitoring.runs.find import find_runs  # noqa: PLC0415
     from monitoring.runs.numbers_reader import MAX_RUNS, NumbersReader  # noqa: PLC0415
+    from privacy.secagg.agreement.roster import SITE  # noqa: PLC0415 -- imports NumPy
 
     config = aggregator_file.load(options.config)
     runs = [
