@@ -191,6 +191,18 @@ class QueuedRun:
         begun = before is not None and _written(self.run.events) >= before.at
         return begun and self.run.is_ended()
 
+    @property
+    def has_made_way(self) -> bool:
+        """Whether its coordinator has ended so that another one may continue."""
+        before, last = self.coordinator, run_notes.read(self.run.events).events[-1:]
+        return (
+            before is not None
+            and _written(self.run.events) >= before.at
+            and any(
+                isinstance(e, RunFinished) and e.status == INTERRUPTED for e in last
+            )
+        )
+
     def hangs(self, now: float, *, connect_seconds: float) -> bool:
         """Whether its coordinator has noted nothing for longer than a round may take.
 
@@ -648,7 +660,7 @@ class DeadCoordinators:
             number, holder = one.coordinator.flower_run, one.run.holder()
             if holder in {"", number}:
                 missed[number] = 0
-            elif number in self._missed:
+            elif number in self._missed and not one.has_made_way:
                 missed[number] = self._missed[number] + 1
                 if missed[number] == MISSED_LOOKS:
                     found.append((one.run, int(number)))

@@ -142,6 +142,21 @@ def test_a_coordinator_that_left_its_lock_has_died(tmp_path: Path):
     assert looks == [[], [], [(run, 7)], [], []]
 
 
+def test_a_coordinator_that_makes_way_has_not_died(tmp_path: Path):
+    """It has said so, and Flower knows that it has ended."""
+    run, dead = handed(tmp_path, "a", 1.0), run_queue.DeadCoordinators()
+    started(tmp_path, 7, fruitless=1)
+    with run.locked():
+        assert not dead.look(run_queue.handed_over(tmp_path).runs)
+    finish_rounds(run, 2)
+    *_, end = event_samples.two_sites(2)
+    assert isinstance(end, RunFinished)
+    with run.events.open("a") as events:
+        events.write(f"{to_line(replace(end, status='interrupted'))}\n")
+    looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(5)]
+    assert not any(looks)
+
+
 def test_a_coordinator_that_has_just_been_started_has_not_died(tmp_path: Path):
     """The one before it had the lock; it takes seconds until it has it, too."""
     run, dead = handed(tmp_path, "a", 1.0), run_queue.DeadCoordinators()
