@@ -227,15 +227,19 @@ def _check_combining(job: JobSpec) -> list[JobError]:
     fewest, groups = job.minimum_sites, job.privacy.secure_aggregation.groups
     is_robust, cohort = rule in ROBUST.on, job.sites_per_round
     sampling = job.schedule.sampling
+    asked = job.wanted_sites
     grouped = sorted(site for group in job.schedule.groups for site in group)
     needed = 2 * bad + (3 if rule in {"krum", "multi_krum"} else 1) if is_robust else 0
     rules = {
         f"schedule.sites_per_round: cannot draw {cohort} of {len(job.sites)} "
         "sites": cohort > len(job.sites),
+        f"schedule.over_selection: asks for {asked} sites, and the job has "
+        f"{len(job.sites)}: set it to {len(job.sites) / (cohort or 1):.4g} or "
+        "less": asked > len(job.sites) >= cohort,
         f"schedule.minimum_sites: {fewest} sites can never answer: a round has "
         f"{cohort}": fewest > cohort and not buffer,
-        f"schedule.buffer_size: {buffer} updates never come together: the job has "
-        f"{len(job.sites)} sites, and a site is in a buffer once": (
+        f"schedule.buffer_size: {buffer} updates never come together: a site is in a "
+        f"buffer once, and the job's sites are {len(job.sites)}": (
             buffer > len(job.sites)
         ),
         f"schedule.groups: must name each site of the job once, not "

@@ -937,9 +937,13 @@ class JobSpec:
     @property
     def cohort_size(self) -> int:
         """How many sites a round asks."""
+        return min(len(self.sites), self.wanted_sites + len(self.replica_of))
+
+    @property
+    def wanted_sites(self) -> int:
+        """How many sites a round would ask if the job had as many."""
         asked = self.sites_per_round * (self.schedule.over_selection or 1.0)
-        asked += len(self.replica_of)
-        return min(len(self.sites), math.ceil(asked - _ROUNDING))
+        return math.ceil(asked - _ROUNDING)
 
     @property
     def enough_answers(self) -> int | None:

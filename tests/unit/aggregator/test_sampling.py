@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.small_jobs import small_job
 
 from aggregator.sampling import Candidate, cohorts_of
 from federation.errors import JobError, UserCodeError
@@ -105,13 +106,21 @@ def test_draw_is_uniform():
 
 
 @pytest.mark.parametrize(
-    ("share", "asked"), [(None, 2), (1.1, 3), (1.5, 3), (2.0, 4), (9.0, 5)]
+    ("share", "asked"), [(None, 2), (1.1, 3), (1.5, 3), (2.0, 4), (2.5, 5)]
 )
 def test_over_selection_asks_more_and_needs_as_many(share: float | None, asked: int):
     job = _job(2, over_selection=share)
     assert len(_draw(job, 1)) == job.cohort_size == asked
     assert job.minimum_sites == 2
     assert _job(10, over_selection=1.1).sites_per_round == 10
+
+
+def test_over_selection_asks_for_no_more_sites_than_there_are():
+    """The rest would be left out without a word."""
+    with pytest.raises(JobError) as caught:
+        small_job(num_sites=5, schedule={"sites_per_round": 2, "over_selection": 2.6})
+    assert caught.value.key == "schedule.over_selection"
+    assert "2.5 or less" in caught.value.reason
 
 
 def test_fair_samples_count_every_site_as_often_as_the_others():

@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "buffer of more than all sites": (
         {"schedule": {"mode": "buffered", "buffer_size": 4}},
         "schedule.buffer_size",
-        "4 updates never come together: the job has 3 sites",
+        "4 updates never come together",
     ),
     "grace where all sites must answer": (
         {"schedule": {"grace": 0.5}},
