@@ -149,8 +149,8 @@ def exceeded(owner: Owner, used: Usage) -> str:
         limit, value = getattr(owner.quota, what), getattr(used, what)
         if limit is not None and value is None:
             return (
-                f"owner {owner.name!r} has a quota of {unit} ({what}), and they cannot "
-                "be counted: queue.prices in aggregator.toml must name a file with the "
+                f"owner {owner.name!r} has a quota of {unit}, and they cannot be "
+                "counted: queue.prices in aggregator.toml must name a file with the "
                 "prices of every site"
             )
         if limit is not None and value >= limit:

@@ -11,6 +11,7 @@ from deploy.cli.arguments import load_plan
 from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.exit_codes import DONE, FAILED
 from federation.errors import ComputeError
+from monitoring.units import format_count
 
 if TYPE_CHECKING:
     from deploy.fleet.leftovers import Leftover
@@ -55,7 +56,8 @@ def _down(options: argparse.Namespace) -> int:
         found: dict[str, Any] = {"ended": ended, "left": [*map(_left, left)]}
         say_json(found | ({"deleted_bytes": deleted} if is_purged else {}))
         return DONE
-    say(f"{ended} nodes ended; deployment {plan.file.name} has no running node")
+    nodes = format_count(ended, "node")
+    say(f"{nodes} ended; deployment {plan.file.name} has no running node")
     if is_purged:
         say(f"{deleted / _MIB:.1f} MiB of runs and results deleted")
     if left:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ _TABLE = Path(__file__).with_name("verbs.toml")
 _MOST_MINUTES = 7 * 24 * 60
 _MINUTES_DIGITS = 5
 _MANY = 10  # Choices that a message does not list.
+_HOST_PORT = re.compile(r"[^/\s]+:[0-9]{1,5}/?")
 
 
 # Words of other tools, and what they are called here.
@@ -179,7 +181,14 @@ def _named_path(text: str) -> Path:
 
 def _aggregator(text: str) -> Path | str:
     """The configuration of an aggregator on this host, or the URL of one elsewhere."""
-    return text if text.startswith("https://") else Path(text)
+    if text.startswith("https://"):
+        return text
+    place = text.removeprefix("http://")
+    if place != text or (_HOST_PORT.fullmatch(text) and not Path(text).exists()):
+        raise argparse.ArgumentTypeError(
+            f"an aggregator elsewhere is named as https://HOST:PORT: https://{place}"
+        )
+    return Path(text)
 
 
 def _minutes(text: str) -> int:

@@ -18,6 +18,7 @@ from federation.errors import (
     FederationError,
     StoreUnavailable,
 )
+from monitoring.units import format_count
 
 _END_SECONDS = 300.0
 # A server that has not answered for so long may no longer exist.
@@ -70,7 +71,7 @@ def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
     if told == str(first) and not ended:
         raise first
     raise type(first)(
-        f"{told}; {ended} other nodes were ended. Run this command again"
+        f"{told}; other nodes that were ended: {ended}. Run this command again"
     ) from first
 
 
@@ -101,8 +102,8 @@ def _forget_places(deployment: Deployment, ended: int) -> None:
         deployment.forget_places()
     except StoreUnavailable as error:
         raise StoreUnavailable(
-            f"{ended} nodes were ended and {deployment.name} has no running node, but "
-            f"this could not be noted: {error}"
+            f"{format_count(ended, 'node')} ended, {deployment.name} has no running "
+            f"node, but this could not be noted: {error}"
         ) from error
 
 

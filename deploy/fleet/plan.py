@@ -151,7 +151,9 @@ def lines(
     """Say what the job itself sends, takes and costs."""
     own = found[0]
     job = own.traffic.job
-    yield f"deployment {name}: {job.name}, {job.rounds} rounds, {len(job.sites)} sites"
+    rounds = units.format_count(job.rounds, "round")
+    sites = units.format_count(len(job.sites), "site")
+    yield f"deployment {name}: {job.name}, {rounds}, {sites}"
     down, up = own.traffic.of_run()
     spans = (units.format_span((span.low, span.high)) for span in (down, up))
     yield "the whole run sends {} bytes to the sites and {} back".format(*spans)

@@ -70,8 +70,8 @@ def _traced(fleet: FleetSpec, folder: Path | None) -> list[dict[str, Any]]:
     away, seconds = read_trace(path, fleet.sites)
     if len(away) < fleet.sites:
         raise JobError(
-            f"{path} has {len(away)} nodes, and the fleet {fleet.sites} sites: set "
-            "fewer sites",
+            f"{path} has too few nodes ({len(away)}) for the fleet ({fleet.sites} "
+            "sites): set fewer sites",
             key=_TRACE,
         )
     return [{"away": each, "away_every": seconds} for each in away]

@@ -73,7 +73,7 @@ def _rules_of_replicas(job: JobSpec) -> dict[str, object]:
         unknown = [site for site in group if site not in sources]
         data = [sources.get(site) for site in group]
         rules |= {
-            f"{place}: has {len(group)} sites: name at least two": len(group) < 2,  # noqa: PLR2004
+            f"{place}: name at least two sites": len(group) < 2,  # noqa: PLR2004
             f"{place}: there is no site {unknown[:1]}": unknown,
             f"{place}: these sites do not all hold the same data: give them one "
             "sites.data, or none of them": any(one != data[0] for one in data),

@@ -65,6 +65,8 @@ def test_a_command_leaves_nothing_to_the_next():
         (["simulate", "job.toml", "--rounds=5"], "usage: crossfed simulate"),
         (["-v", "runs"], "options of a verb"),
         (["runs", "--zzz"], "unrecognized arguments: --zzz\n"),
+        (["ps", "--aggregator", "http://fed.org:8443"], "https://fed.org:8443"),
+        (["ps", "--aggregator", "10.0.0.7:8443"], "https://10.0.0.7:8443"),
     ],
 )
 def test_suggests_what_was_meant(

@@ -163,7 +163,7 @@ def test_absences_repeat_with_the_trace():
         ({1: (9, 1, -5, 120)}, {}, r"tab:3: .*seconds from 0"),
         ({1: (9, 2, 120, 180)}, {}, r"tab:3: .*0 \(away\) or 1"),
         ({1: (9, 1, "soon", 180)}, {}, r"tab:3: "),
-        ({}, {"sites": 3}, "has 2 nodes, and the fleet 3"),
+        ({}, {"sites": 3}, r"\(2\) for the fleet \(3"),
         ({}, {"away_share": 0.1}, "remove away_share"),
         ({}, {"trace": "none.tab"}, r"none\.tab"),
     ],
