@@ -189,7 +189,7 @@ class FlowerGrid:
             {self._nodes[site] for site in sites - self._revoked()},
             deadline_seconds,
             partial(self._tell_awaited, tasks),
-            round_index=tasks[0].round_index,
+            round_index=tasks[0].round_index if tasks else 0,
         )
         activations = self._presence.activations()
         self._activations |= {s: activations.get(self._nodes[s]) for s in sites}
