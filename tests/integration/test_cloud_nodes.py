@@ -146,7 +146,7 @@ def test_a_cloud_that_fails_keeps_no_machine_of_another(clouds: Clouds):
     assert [node["node"] for node in json.loads(shown.stdout)] == [f"site-{SITES[1]}"]
     down = crossfed("down", str(clouds.path), "--any-owner", code=FAILED)
     assert "ec2:RunInstances" in down.stderr
-    assert "1 other nodes were ended" in down.stderr
+    assert "nodes that were ended: 1" in down.stderr
     assert clouds.gcp.instances == {}
     clouds.aws.refusal = lambda _: None
     crossfed("down", str(clouds.path), "--any-owner")
