@@ -168,6 +168,8 @@ def test_site_joins_a_buffered_run_and_no_update_counts_twice(
     federation: Deployment, tmp_path: Path
 ):
     """Tasks that are open when it joins, or at a kill, are given up."""
+    if NEW not in federation.processes:  # `make test-long` runs this one alone.
+        add(federation)
     tables = '[schedule]\nopen_to = ["aws-*"]\nmode = "buffered"\nbuffer_size = 2'
     job = write(tmp_path, "stream", [*SITES], rounds=4000, tables=tables)
     earlier = federation.num_runs()
