@@ -94,6 +94,8 @@ def read_toml(path: Path, advice: str = "") -> dict[str, Any]:
     Raises:
         JobError: It cannot be read, is too large or is not TOML.
     """
+    if "\0" in str(path):  # A path from a file, which no system can open.
+        raise JobError(f"{str(path)!r:.100} is no path")
     shown = path.absolute() if advice else path
     with os_errors(JobError, f"read {shown}", advice), path.open("rb") as file:
         raw = file.read(MAX_JOB_FILE_BYTES + 1)

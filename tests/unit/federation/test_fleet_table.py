@@ -67,6 +67,12 @@ def test_a_file_of_its_own_is_the_same_fleet(tmp_path: Path):
         job_of("fleets/few.toml")
 
 
+def test_a_path_that_no_system_can_open_is_refused():
+    """As it may come from any file of a user's."""
+    with pytest.raises(JobError, match="is no path"):
+        job_file.read_toml(Path("few\0.toml"))
+
+
 def test_a_trace_is_beside_the_file_that_names_it(tmp_path: Path):
     traced(tmp_path, TRACE)
     (tmp_path / "fleets").mkdir()
