@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -90,11 +91,16 @@ class KnownAbsences:
         if not math.isinf(self.every):
             turns = [self.every * (since // self.every + each) for each in (0, 1)]
         for offset in turns:
-            at = bisect_right(self.spells, since - offset, key=lambda spell: spell[1])
+            # Not since - offset, which may be rounded to a time before the same end.
+            end_of = partial(_end, offset)
+            at = bisect_right(self.spells, since, key=end_of)
             if at < len(self.spells):
-                begin, end = self.spells[at]
-                return begin + offset, end + offset
+                return self.spells[at][0] + offset, end_of(self.spells[at])
         return math.inf, math.inf
+
+
+def _end(offset: float, spell: Sequence[float]) -> float:
+    return spell[1] + offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

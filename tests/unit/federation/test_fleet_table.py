@@ -157,6 +157,8 @@ def test_absences_repeat_with_the_trace():
     ):
         assert found.next(since) == expected
     assert KnownAbsences(spells=spells).next(99.0) == (80.0, 100.0)
+    end, long = 1e6 + 0.1, KnownAbsences(spells=((0.0, 0.1),), every=1e6)
+    assert long.next(end)[1] > end  # Or who waits until then would wait for ever.
     assert KnownAbsences(spells=spells).next(100.0) == (float("inf"), float("inf"))
 
 
