@@ -236,11 +236,13 @@ class CostPredicted(RunEvent):
         bytes_up: Smallest and largest number of bytes from all sites.
         seconds: Duration; None unless the job states speeds that determine it, as in
             virtual time.
+        dollars: Of all sites, who are never away; None without prices in virtual time.
     """
 
     bytes_down: tuple[int, int]
     bytes_up: tuple[int, int]
     seconds: float | None
+    dollars: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -709,6 +711,22 @@ class ModelSelected(RoundEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SitesPaid(RunEvent):
+    """What sites have cost in virtual time, from the run's beginning.
+
+    A coordinator writes it when it ends, if the job states a price.
+
+    Attributes:
+        at: When.
+        sites: Their names.
+        dollars: Of the machine of each while it was not away, and of its traffic.
+    """
+
+    sites: tuple[str, ...]
+    dollars: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEvent):
     """The coordinator has finished.
 
@@ -752,6 +770,7 @@ Event = (
     | SiteSummed
     | Warned
     | ModelSelected
+    | SitesPaid
     | RunFinished
 )
 

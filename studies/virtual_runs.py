@@ -19,6 +19,7 @@ from federation.events import (
     RoundFinished,
     RunFinished,
     SiteAnswered,
+    SitesPaid,
 )
 from federation.job.spec import JobSpec
 
@@ -98,6 +99,12 @@ class VirtualRun:
     def bytes_sent(self) -> int:
         """In both directions, in all rounds."""
         return sum(one.bytes_up + one.bytes_down for one in self.rounds)
+
+    @property
+    def dollars(self) -> float:
+        """Of all sites, from the run's beginning to its end; of a job with prices."""
+        (paid,) = (event for event in self.events if isinstance(event, SitesPaid))
+        return sum(paid.dollars)
 
     @cached_property
     def trains(self) -> Mapping[str, float]:

@@ -103,6 +103,15 @@ def _end(offset: float, spell: Sequence[float]) -> float:
     return spell[1] + offset
 
 
+def away_seconds(absences: Absences | KnownAbsences, until: float) -> float:
+    """Add up absences from 0 until a time; they must not have been asked before."""
+    found, (begin, end) = 0.0, absences.next(0.0)
+    while begin < until:
+        found += min(end, until) - begin
+        begin, end = absences.next(end)
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """A site and its network line.

@@ -369,14 +369,15 @@ def traffic_of(
 
 
 def predicted(traffic: Traffic, *, at: float, virtual: bool) -> CostPredicted:
-    """Predict a run; its seconds only in virtual time, where speeds are stated."""
+    """Predict a run; only virtual time has stated speeds and prices."""
     down, up = traffic.of_run()
-    seconds = None
+    found, speeds = None, cost.virtual_speeds(traffic.job)
     if virtual:
-        seconds = cost.of_run(traffic, cost.virtual_speeds(traffic.job)).seconds
+        found = cost.of_run(traffic, speeds)
     return CostPredicted(
         at=at,
         bytes_down=(down.low, down.high),
         bytes_up=(up.low, up.high),
-        seconds=seconds,
+        seconds=found.seconds if found else None,
+        dollars=found.total if found and speeds.has_prices else None,
     )

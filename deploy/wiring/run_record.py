@@ -31,7 +31,7 @@ from monitoring.runs.run_folder import RunFolder, leave_report
 from monitoring.runs.run_reader import RunReader
 from monitoring.runs.run_result import RunResult, found_statistics, result_of
 from monitoring.views.result_json import result
-from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED
+from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED, RunView
 
 # What ends a coordinator that a person or a supervisor has asked to end.
 _ENDED = (KeyboardInterrupt, SystemExit)
@@ -51,6 +51,7 @@ class RunRecord:
         introduce: Makes the events about data and promises, once the run has
             begun.
         listeners: Called with every event after it has been noted.
+        conclude: Makes what is noted of the whole run before its end, from its view.
         goes_on: Whether another coordinator continues the run after an error.
         report: Whether to write ``report.html`` in the run's folder at the end.
         store: Holds checkpoints, and in a simulation what sites keep.
@@ -65,6 +66,7 @@ class RunRecord:
     meters: StoreMeters
     introduce: Callable[[], Iterable[Event]]
     listeners: Sequence[Emit] = ()
+    conclude: Callable[[RunView], Iterable[Event]] = lambda _view: ()
     goes_on: Callable[[BaseException], bool] = lambda _error: False
     report: bool = True
 
@@ -127,7 +129,7 @@ class RunRecord:
             # The site that has spent most need not be among those that answered.
             event = replace(event, epsilon=self._reader.fold.most_spent(event.epsilon))
         if isinstance(event, RunFinished):  # It is the last one.
-            self._tell_use()
+            self._conclude()
             if self.run is not None and event.status in {COMPLETED, EXHAUSTED}:
                 self.run.forget_model()
         for listener in (*self._records, *self.listeners):
@@ -136,6 +138,11 @@ class RunRecord:
             self._begin(event)
         if isinstance(event, CheckpointSaved):
             self._tell_use()
+
+    def _conclude(self) -> None:
+        self._tell_use()
+        for last in self.conclude(self._reader.fold.view()):
+            self.emit(last)
 
     def _tell_use(self) -> None:
         for used in self.meters.used():
@@ -210,7 +217,7 @@ class RunRecord:
             message=_reason(error),
             seconds=self.clock.monotonic() - self._start,
         )
-        ends: list[Event] = [*self.meters.used(), event]
+        ends = [*self.meters.used(), *self.conclude(view), event]
         for last in ends:
             for record in reversed(self._records):
                 record(last)

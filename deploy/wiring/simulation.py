@@ -65,6 +65,7 @@ from federation.rounds.local_work import is_auto, leaves_steps_open, moves_data
 from monitoring.runs.find import find_runs, runs_root
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult, result_of
+from monitoring.views.run_view import RunView
 
 _LOG = logging.getLogger(__name__)
 
@@ -359,6 +360,7 @@ class _Simulation:
             clock=clock,
             meters=meters,
             introduce=self._facts,
+            conclude=self._paid,
             listeners=listeners,
             report=report,
         )
@@ -402,6 +404,10 @@ class _Simulation:
         traffic = traffic_of(self._federation, contract, measured=not virtual)
         if traffic is not None:
             yield predicted(traffic, at=self._clock.now(), virtual=virtual)
+
+    def _paid(self, view: RunView) -> Iterator[Event]:
+        if isinstance(self._clock, VirtualClock):
+            yield from virtual_engine.sites_paid(self._job, view, at=self._clock.now())
 
     def _asked_before(self) -> Iterator[JobSpec]:
         """Jobs of the other runs of statistics in the folder of all runs."""

@@ -5,7 +5,7 @@ job says that work and messages take, and by nothing else.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,19 +19,21 @@ from cloud_adapters.local.virtual_grid import (
     KnownAbsences,
     Machine,
     VirtualGrid,
+    away_seconds,
 )
 from deploy.wiring.run import Rounds
 from federation.clock import VirtualClock
 from federation.errors import JobError
+from federation.events import SitesPaid
 from federation.ids import SiteId
 from federation.job.spec import SURROGATE, JobSpec, MachineSpec
 from federation.protocols import RunState, SiteHandler, Trainer
 from federation.rounds import cost
-from federation.rounds.cost import SiteSpeed
+from federation.rounds.cost import SiteSpeed, Speeds
 from federation.rounds.local_work import PARTS, accumulate_in, moves_data
 from federation.rounds.traffic import SiteFacts
 from monitoring.runs.run_folder import RunFolder
-from monitoring.views.run_view import VIRTUAL
+from monitoring.views.run_view import VIRTUAL, RunView
 
 
 def clock(job: JobSpec, run: RunFolder | None) -> VirtualClock:
@@ -108,21 +110,13 @@ class VirtualMachines:
 
     def _machine(self, name: SiteId, handler: SiteHandler) -> Machine:
         speed = self.speeds[name]
-        spec, absences = self._specs[name], _known(self._specs[name])
-        if spec.away_share:
-            absences = Absences(
-                share=spec.away_share,
-                seconds=spec.away_seconds,
-                seed=self.job.seed,
-                site=name,
-            )
         return Machine(
             handler=handler,
             clock=self.clocks[name],
             down=speed.down_bytes_per_second,
             up=speed.up_bytes_per_second,
             latency_seconds=speed.latency_seconds,
-            absences=absences,
+            absences=_absences(self.job, self._specs[name]),
         )
 
     @cached_property
@@ -130,10 +124,39 @@ class VirtualMachines:
         return {machine.site: machine for machine in self.job.simulation.machines}
 
 
-def _known(spec: MachineSpec) -> Absences | KnownAbsences | None:
+def _absences(job: JobSpec, spec: MachineSpec) -> Absences | KnownAbsences | None:
+    if spec.away_share:
+        return Absences(
+            share=spec.away_share,
+            seconds=spec.away_seconds,
+            seed=job.seed,
+            site=spec.site,
+        )
     if not spec.away:
         return None
     return KnownAbsences(spells=spec.away, every=spec.away_every or math.inf)
+
+
+def sites_paid(job: JobSpec, view: RunView, *, at: float) -> Iterator[SitesPaid]:
+    """Price the machine and the traffic of each site; nothing if no price is stated.
+
+    Args:
+        job: States prices and absences: a site that is away is not paid for.
+        view: What was sent, also by rounds that ran again.
+        at: When the run ends, in seconds; it began at 0.
+    """
+    speeds = cost.virtual_speeds(job)
+    if not speeds.has_prices:
+        return
+    sent = {site.site: (site.bytes_down, site.bytes_up) for site in view.sites}
+    dollars = []
+    for spec, speed in zip(job.simulation.machines, speeds.sites, strict=True):
+        absences, site = _absences(job, spec), {spec.site: sent[spec.site]}
+        seconds = at - (away_seconds(absences, at) if absences else 0.0)
+        parts = cost.dollars(seconds, site, Speeds(sites=(speed,)))
+        dollars.append(sum(parts.values()))
+    sites = tuple(speed.name for speed in speeds.sites)
+    yield SitesPaid(at=at, sites=sites, dollars=tuple(dollars))
 
 
 def trainers(federation: Federation) -> Callable[[SiteId], Trainer]:

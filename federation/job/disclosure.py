@@ -103,7 +103,7 @@ TABLE: Mapping[str, Rows] = {
         (PUBLIC, _SITES): "at unit relation accountant sampling holds_against "
         "signal_to_noise sites replaced withheld"
     },
-    "CostPredicted": {(PUBLIC, _SUMS): "at bytes_down bytes_up seconds"},
+    "CostPredicted": {(PUBLIC, _SUMS): "at bytes_down bytes_up seconds dollars"},
     "RoundStarted": {(PUBLIC, _SUMS): "at round_index cohort"},
     "LocalWorkChosen": {
         (PUBLIC, _SUMS): "at round_index first_step num_steps reason step_seconds "
@@ -160,6 +160,7 @@ TABLE: Mapping[str, Rows] = {
         (PUBLIC, _SUMS): "at round_index model models metric best_round stopped_early",
         (RESULTS, _SUMS): "best_score",
     },
+    "SitesPaid": {(PUBLIC, _SUMS): "at sites", (TRAFFIC, _SITES): "dollars"},
     "RunFinished": {
         (PUBLIC, _SUMS): "at status rounds_completed last_round message seconds"
     },

@@ -18,6 +18,7 @@ _NODE, _TYPE, _BEGIN = "node_id", "event_type", "event_start_time"
 _ENDS = ("event_stop_time", "event_end_time")  # In files, and in their description.
 _AWAY = 0
 _ROUNDING = 1e-3  # Seconds.
+_PRICES = ("dollars_per_hour", "dollars_per_gigabyte")
 _DRAWN = ("examples_per_second", "down_mbit", "up_mbit", "latency_seconds")
 
 
@@ -44,6 +45,7 @@ def drawn(
     digits = len(str(fleet.sites))
     names = [f"site-{number:0{digits}}" for number in range(1, fleet.sites + 1)]
     medians = {key: getattr(fleet, key) for key in _DRAWN}
+    prices = {key: price for key in _PRICES if (price := getattr(fleet, key))}
     away = {"away_share": fleet.away_share, "away_seconds": fleet.away_seconds}
     absences: list[dict[str, Any]] = [away] * fleet.sites
     if fleet.trace:
@@ -54,6 +56,7 @@ def drawn(
             **{
                 key: float(medians[key] * f) for key, f in zip(_DRAWN, row, strict=True)
             },
+            **prices,
             **absent,
         }
         for name, row, absent in zip(names, factors, absences, strict=True)

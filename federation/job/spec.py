@@ -678,6 +678,8 @@ class MachineSpec:
         away: Absences that are known, in place of `away_share`: `[begin, end]` in
             seconds from the start of the run, one after another.
         away_every: Seconds after which they repeat. Default: never.
+        dollars_per_hour: Price of the machine while it is not away.
+        dollars_per_gigabyte: Price of traffic that leaves the site.
     """
 
     site: str
@@ -689,6 +691,8 @@ class MachineSpec:
     away_seconds: float = key(default=600.0, above=0.0)
     away: tuple[tuple[float, ...], ...] = ()
     away_every: float | None = key(default=None, above=0.0)
+    dollars_per_hour: float = key(default=0.0, low=0.0)
+    dollars_per_gigabyte: float = key(default=0.0, low=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -711,6 +715,8 @@ class FleetSpec:
             in place of `away_share`: `event_trace.tab` of the Failure Trace Archive.
             Each site is one of its nodes, in their order, and the trace repeats when it
             ends.
+        dollars_per_hour: Price of each machine while it is not away.
+        dollars_per_gigabyte: Price of traffic that leaves a site.
     """
 
     sites: int = key(low=1, high=100_000)
@@ -722,6 +728,8 @@ class FleetSpec:
     away_share: float = key(default=0.0, low=0.0, below=1.0)
     away_seconds: float = key(default=600.0, above=0.0)
     trace: str = ""
+    dollars_per_hour: float = key(default=0.0, low=0.0)
+    dollars_per_gigabyte: float = key(default=0.0, low=0.0)
 
 
 SURROGATE = "surrogate"  # Of ``simulation.training``.

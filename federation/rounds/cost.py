@@ -122,6 +122,11 @@ class Speeds:
     sites: tuple[SiteSpeed, ...]
     relays: tuple[RelaySpeed, ...] = ()
 
+    @property
+    def has_prices(self) -> bool:
+        """Whether an hour or a gigabyte of a site costs anything."""
+        return any(s.dollars_per_hour or s.dollars_per_gigabyte for s in self.sites)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
@@ -169,7 +174,7 @@ class WorkSeconds:
 def machine_speeds(
     machines: Sequence[MachineSpec], relays: Sequence[RelaySpeed] = ()
 ) -> Speeds:
-    """State the speeds of simulated machines as a speeds file would."""
+    """State speeds and prices of simulated machines as a speeds file would."""
     return Speeds(
         relays=tuple(relays),
         sites=tuple(
@@ -180,6 +185,8 @@ def machine_speeds(
                 down_bytes_per_second=machine.down_mbit * _BYTES_PER_MBIT,
                 up_bytes_per_second=machine.up_mbit * _BYTES_PER_MBIT,
                 latency_seconds=machine.latency_seconds,
+                dollars_per_hour=machine.dollars_per_hour,
+                dollars_per_gigabyte=machine.dollars_per_gigabyte,
             )
             for machine in machines
         ),
@@ -187,7 +194,7 @@ def machine_speeds(
 
 
 def virtual_speeds(job: JobSpec) -> Speeds:
-    """The speeds that virtual time has: of machines, and of relays."""
+    """The speeds that virtual time has, of machines and of relays, and its prices."""
     simulation = job.simulation
     relays = [relay_speed(simulation.relays, relay.name) for relay in job.relays]
     speeds = machine_speeds(simulation.machines, relays)

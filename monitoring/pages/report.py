@@ -421,7 +421,8 @@ def _cost_tiles(
         yield Tile("Energy", value, f"{made}{of_sites}")
     for row in plan_rows:
         if row.unit == "dollars" and row.is_total:
-            note = f"at the plan's prices; {planned(row)} predicted"
+            whose = "virtual, at the job's" if view.virtual_dollars else "at the plan's"
+            note = f"{whose} prices; {planned(row)} predicted"
             yield Tile("Dollars", took(row), note)
 
 

@@ -26,6 +26,7 @@ from federation.events import (
     SiteFailed,
     SitesIntroduced,
     SitesLeftOut,
+    SitesPaid,
     Warned,
 )
 from federation.messages import FailureKind
@@ -35,10 +36,10 @@ from monitoring.terminal.progress import (
     DECLINED,
     MAX_WARNING_CHARS,
     attempt_failed,
-    extended,
     introduced,
     killed_before,
     left_out,
+    noted,
     printable,
     training_loss,
 )
@@ -183,8 +184,8 @@ def _notices(
 
 def _trouble(event: Event) -> Iterator[Text]:
     match event:
-        case RunExtended():
-            yield Text(printable(extended(event)))
+        case RunExtended() | SitesPaid():
+            yield Text(printable(noted(event)))
         case Warned(message=message):
             yield Text(
                 printable(f"warning: {message}", MAX_WARNING_CHARS), style="yellow"

@@ -26,6 +26,7 @@ from federation.events import (
     SiteFailed,
     SitesIntroduced,
     SitesLeftOut,
+    SitesPaid,
     Warned,
     recalled,
 )
@@ -96,8 +97,10 @@ def killed_before(event: RunStarted) -> str:
     )
 
 
-def extended(event: RunExtended) -> str:
-    """The notice that a run's job has more rounds or sites from here on."""
+def noted(event: RunExtended | SitesPaid) -> str:
+    """The notice of more rounds or sites from here on, or of what a run has cost."""
+    if isinstance(event, SitesPaid):
+        return f"dollars  {sum(event.dollars):,.4f} in virtual time"
     joined = f"; {', '.join(event.joined)} joined" if event.joined else ""
     return (
         f"extended  from {event.rounds_before} to {event.rounds} rounds, after round "
@@ -271,8 +274,8 @@ class PlainProgress(Closing):
                 self._write(f"groups  {'  |  '.join(named)}")
             case Warned(message=message):
                 self._put(f"warning  {message}", limit=MAX_WARNING_CHARS)
-            case RunExtended():
-                self._write(extended(event))
+            case RunExtended() | SitesPaid():
+                self._write(noted(event))
             case CheckpointSkipped(key=key, reason=reason):
                 self._write(f"checkpoint skipped  {key}  {reason}")
 

@@ -59,6 +59,7 @@ def result(view: RunView) -> dict[str, Any]:
         "fairness": view.participation.fairness,
         "bytes_up": view.bytes_up,
         "bytes_down": view.bytes_down,
+        "virtual_dollars": sum(view.virtual_dollars.values()) if view.paid else None,
         "predicted": _predicted(view.predicted),
     }
 
@@ -90,6 +91,7 @@ def _predicted(event: CostPredicted | None) -> Mapping[str, Any] | None:
         "bytes_up": list(event.bytes_up),
         "bytes_down": list(event.bytes_down),
         "seconds": event.seconds,
+        "virtual_dollars": event.dollars,
     }
 
 
@@ -191,6 +193,7 @@ def _site_result(site: SiteView, view: RunView) -> Mapping[str, Any]:
         "bytes_down": site.bytes_down,
         "seconds": site.seconds,
         "waited_for": view.participation.waited.get(site.site),
+        "virtual_dollars": view.virtual_dollars.get(site.site),
         "resources": _resources(site.used),
         "loss": finite(site.loss[-1][1]) if site.loss else None,
         "accuracy": finite(site.accuracy[-1][1]) if site.accuracy else None,

@@ -29,6 +29,7 @@ from federation.events import (
     SiteFailed,
     SitesIntroduced,
     SitesLeftOut,
+    SitesPaid,
     SiteSummed,
     StepTaken,
     StoreUsed,
@@ -56,6 +57,7 @@ _NEWEST = (
     SitesLeftOut,
     GroupsCompared,
     ModelSelected,
+    SitesPaid,
 )
 # They may come before the RunStarted of their coordinator, or at the end of another's:
 # they do not lengthen the time of a coordinator.
@@ -322,6 +324,7 @@ class RunFold:
             skipped=tuple(e for e in self._remarks if isinstance(e, CheckpointSkipped)),
             storage=tuple(self._storage.values()),
             selected=self._selected(),
+            paid=self._newest_of(SitesPaid),
             engines=tuple(self._engines),
             past=self._past,
             superseded=self._superseded,
@@ -338,6 +341,7 @@ class RunFold:
         self._engines = kept
         self._newest.pop(RunFinished, None)
         self._newest.pop(ModelSelected, None)
+        self._newest.pop(SitesPaid, None)
         self._newest.pop(SitesLeftOut, None)  # It is sent again if it still holds.
         self._last_at = event.at
         self._restarts = self._restarts[1:]

@@ -148,6 +148,9 @@ def _simulated(view: RunView) -> Iterator[PlanRow]:
         yield _sum_row("seconds", "all", (predicted, predicted), view.seconds)
     yield _sum_row("bytes", "down, all", view.predicted.bytes_down, view.bytes_down)
     yield _sum_row("bytes", "up, all", view.predicted.bytes_up, view.bytes_up)
+    if view.predicted.dollars is not None and view.virtual_dollars:
+        predicted, actual = view.predicted.dollars, sum(view.virtual_dollars.values())
+        yield _sum_row("dollars", "all, virtual", (predicted, predicted), actual)
 
 
 def _sum_row(

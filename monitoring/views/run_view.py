@@ -27,6 +27,7 @@ from federation.events import (
     SiteAnswered,
     SiteFailed,
     SitesLeftOut,
+    SitesPaid,
     SiteSummed,
     StepTaken,
     StoreUsed,
@@ -94,6 +95,7 @@ class RunView:
         storage: What stores were used for, by all coordinators, one entry for each
             URL, user and way.
         selected: Which model the run has left, if its job selects one.
+        paid: What sites have cost, at the end of a run in virtual time with prices.
         engines: What brought tasks to the sites, each from a round on.
         past: Totals of rounds that were settled, and are not in ``rounds``; see
             ``monitoring.views.run_totals``.
@@ -123,6 +125,7 @@ class RunView:
     skipped: tuple[CheckpointSkipped, ...]
     storage: tuple[StoreUsed, ...]
     selected: ModelSelected | None = None
+    paid: SitesPaid | None = None
     engines: tuple[tuple[int, str], ...] = ()
     past: RunTotals | None = None
     superseded: Superseded = field(default_factory=Superseded)
@@ -185,6 +188,12 @@ class RunView:
     def ended(self) -> Sequence[RoundRow | RoundView]:
         """All rounds that ended, by index; the settled ones without their answers."""
         return (*(self.past.rows if self.past else ()), *self.rounds)
+
+    @cached_property
+    def virtual_dollars(self) -> Mapping[str, float]:
+        """What each site has cost in virtual time; empty if that is not known."""
+        paid = self.paid
+        return dict(zip(paid.sites, paid.dollars, strict=True)) if paid else {}
 
     @property
     def num_rounds(self) -> int:

@@ -1,6 +1,7 @@
 """``simulate --engine virtual``: whole runs in which nothing waits."""
 
 import gc
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,11 @@ from federation.events import (
     RunStarted,
     SiteAnswered,
     SiteFailed,
+    SitesPaid,
 )
 from federation.job.spec import JobSpec
+from monitoring.runs.run_folder import RunFolder
+from monitoring.views import run_plan
 from monitoring.views.run_fold import fold
 
 MBIT = 125_000
@@ -266,6 +270,52 @@ def test_time_passes_while_everybody_is_away():
     finished = only(events, RoundFinished)
     assert [one.status for one in finished] == ["lost", *["completed"] * 2]
     assert only(events, RunFinished)[0].seconds > 90.0
+
+
+def test_sites_are_paid_while_they_are_there_and_for_what_they_send(tmp_path: Path):
+    """From the beginning of the run, also of one that is resumed."""
+    first, second, *rest = machines_of(plain_job())
+    first |= {"dollars_per_hour": 3600.0, "away": [[0.0, 0.5], [2.5, 1e6]]}
+    second |= {"dollars_per_hour": 3.6, "dollars_per_gigabyte": 1e6}
+    schedule = {"minimum_sites": 3}
+    job = virtual_job(
+        schedule=schedule, simulation={"machines": [first, second, *rest]}
+    )
+    once = iter([False, True])
+    simulate(
+        job,
+        engine="virtual",
+        folder=tmp_path,
+        report=False,
+        stop_requested=lambda: next(once),
+    )
+    events = events_of(job, folder=tmp_path, resume=True)
+    (paid,), (end,) = only(events, SitesPaid), only(events, RunFinished)
+    view = fold(RunFolder(tmp_path).read_events())
+    sent = {site.site: site.bytes_up for site in view.sites}[second["site"]]
+    expected = [2.0, end.at / 1000 + sent / 1000, 0.0, 0.0]
+    assert end.at > 2.5
+    assert paid.dollars == pytest.approx(expected)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [site["virtual_dollars"] for site in result["sites"]] == [*paid.dollars]
+    assert result["virtual_dollars"] == pytest.approx(sum(expected))
+    assert view.predicted
+    assert view.predicted.dollars == pytest.approx(
+        view.predicted.seconds * 1.001 + sent / 1000, rel=0.01
+    )
+    (row,) = [r for r in run_plan.rows(None, view) if r.unit == "dollars"]
+    assert row.actual == pytest.approx(sum(expected))
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f"{paid.dollars[1]:,.4f}" in page
+    assert "Virtual dollars" in page
+
+
+def test_without_prices_there_are_no_dollars(tmp_path: Path):
+    events = events_of(virtual_job(), folder=tmp_path)
+    assert not only(events, SitesPaid)
+    assert only(events, CostPredicted)[0].dollars is None
+    assert json.loads((tmp_path / "result.json").read_text())["virtual_dollars"] is None
+    assert "Virtual dollars" not in (tmp_path / "report.html").read_text("utf-8")
 
 
 def test_site_that_is_too_slow_misses_the_deadline():

@@ -8,6 +8,7 @@ from cloud_adapters.local.virtual_grid import (
     KnownAbsences,
     Machine,
     VirtualGrid,
+    away_seconds,
 )
 from federation.clock import VirtualClock
 from federation.messages import FailureKind, SiteFailure, SiteMessage, Task
@@ -92,6 +93,12 @@ def test_a_round_waits_for_its_quorum(quorum: int, deadline: float, sent: float)
     grid = VirtualGrid(machines, clock=clock, quorum=quorum)
     grid.send([toy.task(site) for site in toy.SITES], deadline_seconds=deadline)
     assert clock.monotonic() == sent
+
+
+@pytest.mark.parametrize(("until", "away"), [(5.0, 0.0), (15.0, 5.0), (110.0, 20.0)])
+def test_absences_add_up_to_a_time(until: float, away: float):
+    spells = KnownAbsences(spells=((10.0, 20.0), (50.0, 55.0)), every=100.0)
+    assert away_seconds(spells, until) == pytest.approx(away - 5.0 * (until > 100.0))
 
 
 def test_share_of_sites_is_away_from_the_beginning():

@@ -1,5 +1,6 @@
 """``simulation.fleet``: many sites from a few numbers, or from a file of them."""
 
+import math
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -73,6 +74,14 @@ def test_a_path_that_no_system_can_open_is_refused():
         job_file.read_toml(Path("few\0.toml"))
 
 
+def test_every_machine_has_the_fleets_prices():
+    job = job_of(FLEET | {"dollars_per_hour": 2.0, "dollars_per_gigabyte": 0.1})
+    found = {
+        (m.dollars_per_hour, m.dollars_per_gigabyte) for m in job.simulation.machines
+    }
+    assert found == {(2.0, 0.1)}
+
+
 def test_a_trace_is_beside_the_file_that_names_it(tmp_path: Path):
     traced(tmp_path, TRACE)
     (tmp_path / "fleets").mkdir()
@@ -107,6 +116,9 @@ def test_a_bad_file_is_refused_with_its_name_and_key(
         (FLEET | {"sites": 0}, {}, "simulation.fleet.sites"),
         (FLEET | {"examples_per_second": -1.0}, {}, "fleet.examples_per_second"),
         (FLEET | {"away_share": 1.0}, {}, "simulation.fleet.away_share"),
+        (FLEET | {"dollars_per_hour": -1.0}, {}, "simulation.fleet.dollars_per_hour"),
+        (FLEET | {"dollars_per_hour": math.nan}, {}, "fleet.dollars_per_hour"),
+        (FLEET | {"dollars_per_gigabyte": math.inf}, {}, "fleet.dollars_per_gigabyte"),
         (FLEET, {"seed": "today"}, "seed"),
     ],
 )

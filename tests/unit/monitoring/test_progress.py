@@ -23,6 +23,7 @@ from federation.events import (
     SiteFailed,
     SitesIntroduced,
     SitesLeftOut,
+    SitesPaid,
 )
 from federation.messages import FailureKind
 from monitoring.pages.report import render
@@ -100,6 +101,15 @@ def test_plain_lines_keep_the_order_of_rounds():
     assert [line[:5] for line in lines] == ["site ", "site ", "round"] * 3
     rare = [e for e in events if not isinstance(e, ModelEvaluated)]
     assert [line[:9] for line in _lines(rare)[1:-1]] == [line[:9] for line in lines]
+
+
+def test_dollars_are_called_virtual():
+    events = event_samples.two_sites(1)
+    paid = SitesPaid(at=events[-1].at, sites=("a", "b"), dollars=(1.5, 2.25))
+    events.insert(-1, paid)
+    (line,) = [line for line in _lines(events) if "dollars" in line]
+    for text in (line, _live(events, color_system=None)):
+        assert re.search(r"3\.7500\b.*\bvirtual", text)
 
 
 def test_plain_secure_run():

@@ -286,6 +286,7 @@ def test_result_is_json():
         "fairness",
         "bytes_up",
         "bytes_down",
+        "virtual_dollars",
         "predicted",
     ]
     assert {"round", "sites_evaluated", "loss", "accuracy"} == set(found["final"])
