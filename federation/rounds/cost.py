@@ -526,22 +526,33 @@ def dollars(
 def bytes_of_sites(
     traffic: Traffic, *, high: bool = True
 ) -> Mapping[str, tuple[int, int]]:
-    """Bytes down and up of each site in a run that asks every site.
+    """Bytes down and up of each site in a run.
+
+    If a round, or a model of a buffered run, has a part of few sites, each site has an
+    equal share of them: how often it is asked depends on the others' speed, too.
 
     Args:
         traffic: What it sends.
         high: Whether the most that it may send, or the least.
     """
-    end = "high" if high else "low"
+    end, job = "high" if high else "low", traffic.job
     found: dict[str, tuple[int, int]] = {}
-    rounds = traffic.kinds_of_round().items()
-    for name in (SiteId(site.name) for site in traffic.job.sites):
-        down = up = 0
+    rounds = [
+        (index, times * getattr(traffic.asked(index), end) / len(job.sites))
+        for index, times in traffic.kinds_of_round().items()
+    ]
+    at_work = 1.0 - traffic.asked(1).high / len(job.sites)  # At its end.
+    for name in (SiteId(site.name) for site in job.sites):
+        down = up = 0.0
         for index, times in rounds:
             legs = traffic.legs(name, index)
             down += times * sum(getattr(leg.down, end) for leg in legs)
             up += times * sum(getattr(leg.up, end) for leg in legs)
-        found[name] = (down, up)
+        if job.buffer_size is not None:
+            to_site, from_site = traffic.left_open(name)
+            down += at_work * getattr(to_site, end)
+            up += at_work * getattr(from_site, end)
+        found[name] = (round(down), round(up))
     return found
 
 

@@ -292,14 +292,18 @@ class Traffic:
         If not all sites take part in it, from the cheapest choice to the most
         expensive.
         """
-        job = self.job
-        is_last = round_index > job.rounds
-        least = len(job.sites) if is_last else self._num_trained
-        count = least if is_last else max(map(len, job.schedule.groups), default=least)
-        legs = [self.legs(SiteId(site.name), round_index) for site in job.sites]
+        asked = self.asked(round_index)
+        legs = [self.legs(SiteId(s.name), round_index) for s in self.job.sites]
         downs = [sum((leg.down for leg in each), Span()) for each in legs]
         ups = [sum((leg.up for leg in each), Span()) for each in legs]
-        return _draw(count, downs, least), _draw(count, ups, least)
+        return _draw(asked, downs), _draw(asked, ups)
+
+    def asked(self, round_index: int) -> Span:
+        """How many sites have a part in a round, or in a model of a buffered run."""
+        if round_index > self.job.rounds:
+            return Span(len(self.job.sites), len(self.job.sites))
+        least = self.job.buffer_size or self.job.cohort_size
+        return Span(least, max(map(len, self.job.schedule.groups), default=least))
 
     def left_open(self, site: SiteId) -> tuple[Span, Span]:
         """Bytes of a site's task at the end of a buffered run, down and up.
@@ -326,11 +330,6 @@ class Traffic:
             down += Span(0, leg.down.high)
             up += Span(0, leg.up.high)
         return down, up
-
-    @property
-    def _num_trained(self) -> int:
-        """Sites whose answers a round waits for."""
-        return self.job.buffer_size or self.job.cohort_size
 
     def of_run(self) -> tuple[Span, Span]:
         """Bytes of all rounds and of the final evaluation, down and up.
@@ -402,7 +401,7 @@ class Traffic:
 
     @property
     def _asks_all(self) -> bool:
-        return self._num_trained == len(self.job.sites)
+        return self.asked(1).low == len(self.job.sites)
 
     @property
     def _is_private(self) -> bool:
@@ -589,9 +588,9 @@ def _left_open(traffic: Traffic) -> tuple[Span, Span]:
         return Span(), Span()
     names = [SiteId(site.name) for site in job.sites]
     left = [traffic.left_open(name) for name in names]
-    count = len(names) - job.buffer_size
-    least = len(names) - max(map(len, job.schedule.groups), default=job.buffer_size)
-    down, up = (_draw(count, spans, least) for spans in zip(*left, strict=True))
+    asked = traffic.asked(1)
+    count = Span(len(names) - asked.high, len(names) - asked.low)
+    down, up = (_draw(count, spans) for spans in zip(*left, strict=True))
     late = job.rounds // (job.schedule.max_staleness + 1)
     legs = [traffic.legs(name, job.rounds) for name in names]
     late_down = _draw(count, [sum((leg.down for leg in each), Span()) for each in legs])
@@ -642,13 +641,13 @@ def _span(messages: Iterable[RoundTask | SiteMessage]) -> Span:
     return Span(min(sizes), max(sizes))
 
 
-def _draw(count: int, spans: Sequence[Span], least: int | None = None) -> Span:
-    """Draw a number of sites: the smallest ones, and the largest.
+def _draw(count: Span, spans: Sequence[Span]) -> Span:
+    """Draw a number of sites: the fewest and smallest ones, and the most and largest.
 
     Args:
         count: How many.
         spans: What each of all sites would send.
-        least: How many at least, if that is not known.
     """
-    low = sorted(span.low for span in spans)[: count if least is None else least]
-    return Span(sum(low), sum(sorted((s.high for s in spans), reverse=True)[:count]))
+    low = sorted(span.low for span in spans)[: count.low]
+    high = sorted((span.high for span in spans), reverse=True)[: count.high]
+    return Span(sum(low), sum(high))

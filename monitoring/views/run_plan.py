@@ -23,7 +23,7 @@ class LinkBytes:
     """Bytes of the link to a site, in the whole run.
 
     Attributes:
-        down: Fewest and most bytes to it.
+        down: Fewest and most bytes to it, if it is asked as often as others.
         up: The same from it.
     """
 

@@ -94,6 +94,31 @@ def test_messages_of_a_relay_are_measured_once(monkeypatch: pytest.MonkeyPatch):
     assert measured == [2, 2]  # The smallest answers and the largest.
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"mode": "buffered", "buffer_size": 1},
+        {"mode": "buffered", "buffer_size": 2},
+        {"sites_per_round": 2, "minimum_sites": 1},
+        {},
+    ],
+)
+@pytest.mark.parametrize("every", [0, 1])
+def test_bytes_of_sites_add_up_to_those_of_the_run(
+    schedule: dict[str, Any], every: int
+):
+    """Not as if each site had a part in each model or round."""
+    evaluation = {"every": every}
+    job = small_job(num_sites=SITES, rounds=9, schedule=schedule, evaluation=evaluation)
+    facts = {SiteId(site.name): SiteFacts(50, 5) for site in job.sites}
+    traffic = Traffic(job=job, layout=LAYOUT, facts=facts)
+    for high in (True, False):
+        sites = cost.bytes_of_sites(traffic, high=high).values()
+        for span, ends in zip(traffic.of_run(), zip(*sites, strict=True), strict=True):
+            end = span.high if high else span.low
+            assert sum(ends) == pytest.approx(end, abs=SITES)
+
+
 def test_long_lines_are_wide_only_for_large_messages():
     """TCP doubles what is under way until the message or the line ends it."""
     line = {"bytes_per_second": 125e6, "latency_seconds": 0.04}
