@@ -375,7 +375,10 @@ def _encode_sites(progress: RunProgress) -> dict[str, Any]:
 
 def _encode_times(times: Iterable[RoundTime]) -> list[Any]:
     return [
-        [time.round_index, time.num_steps, time.seconds, time.train_seconds]
+        [
+            *(time.round_index, time.num_steps),
+            *(time.seconds, time.train_seconds, time.evaluate_seconds),
+        ]
         for time in times
     ]
 
@@ -383,13 +386,18 @@ def _encode_times(times: Iterable[RoundTime]) -> list[Any]:
 def _parse_times(entries: Iterable[Any]) -> tuple[RoundTime, ...]:
     times = tuple(
         RoundTime(
-            round_index=index, num_steps=steps, seconds=seconds, train_seconds=trained
+            round_index=index,
+            num_steps=steps,
+            seconds=seconds,
+            train_seconds=trained,
+            evaluate_seconds=evaluated[0] if evaluated else 0.0,
         )
-        for index, steps, seconds, trained in entries
+        for index, steps, seconds, trained, *evaluated in entries
     )
     counts = (n for time in times for n in (time.round_index, time.num_steps))
     if not all(type(n) is int and n >= 0 for n in counts) or not all(
-        type(t.seconds) is float and type(t.train_seconds) in {float, type(None)}
+        type(t.seconds) is type(t.evaluate_seconds) is float
+        and type(t.train_seconds) in {float, type(None)}
         for t in times
     ):
         raise ValueError("its local work is damaged")

@@ -638,12 +638,14 @@ class RoundTime:
         seconds: From its first task to its result, on the aggregator's clock.
         train_seconds: How long the site trained that answered last, by its own clock;
             None if sites do not say.
+        evaluate_seconds: The same of evaluation; 0 if sites do not say.
     """
 
     round_index: int
     num_steps: int
     seconds: float
     train_seconds: float | None = None
+    evaluate_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ that the fast ones do not pull the model to themselves.
 Each answer shows both numbers; of the newest three the median counts. One slow round
 changes nothing, and a site whose speed has changed is known after two. A site that
 misses the deadline shows no number: it is taken to be twice as slow as that, so that it
-gets fewer steps until it is in time.
+gets fewer steps until it is in time. Seconds of evaluation are part of ``a_i`` in the
+rounds that evaluate.
 
 Under secure aggregation only the time of arrival is known. Then seconds a step count,
 ``(a_i + b_i n_i) / n_i``, as if no site waited: each round leaves a part ``a_i / T`` of
@@ -35,6 +36,7 @@ from aggregator.methods.chosen_steps import Pace, pace_of
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.protocols import RoundTime, RunState
+from federation.rounds.gather import evaluates
 from federation.rounds.guest import ServerGuest
 from federation.rounds.local_work import (
     PARTS,
@@ -56,10 +58,11 @@ class Capacity(ServerGuest):
 
     def before_round_(self, record: RoundRecord) -> None:
         """Choose the steps of each site."""
+        known, is_evaluated = record.state.site_times, evaluates(self.job, record.state)
         paces = {
             site: found
             for site in record.cohort
-            if (found := _pace(record.state.site_times.get(site, ()))) is not None
+            if (found := _pace(known.get(site, ()), evaluates=is_evaluated)) is not None
         }
         each = self._steps_each(record.state)
         for site, num_steps in allocate(self.job, record.cohort, paces, each).items():
@@ -84,8 +87,7 @@ class Capacity(ServerGuest):
             )
         before = record.state.site_times
         newest = {
-            site: (*before.get(site, ()), _within(time))[-_WINDOW:]
-            for site, time in found.items()
+            site: _noted(before.get(site, ()), time) for site, time in found.items()
         }
         return replace(new_state, site_times={**before, **newest})
 
@@ -120,21 +122,34 @@ def begin(job: JobSpec) -> ServerGuest | None:
     return Capacity(job) if is_by_capacity(job) else None
 
 
-def _within(time: RoundTime) -> RoundTime:
-    """A site may claim to have trained for any time: no longer than it took."""
-    trained = time.train_seconds
-    if trained is None or 0 < trained <= time.seconds:
-        return time
-    return replace(time, train_seconds=time.seconds)
+def _noted(before: Sequence[RoundTime], time: RoundTime) -> tuple[RoundTime, ...]:
+    """Keep the newest times of a site, without the evaluation, which is kept beside it.
+
+    A site may claim to have worked for any time: no longer than it took.
+    """
+    evaluated = min(max(0.0, time.evaluate_seconds), time.seconds)
+    seconds, trained = time.seconds - evaluated, time.train_seconds
+    if trained is not None and not 0 < trained <= seconds:
+        trained = seconds
+    if not evaluated and before:  # As in the last round that did.
+        evaluated = before[-1].evaluate_seconds
+    time = replace(
+        time, seconds=seconds, train_seconds=trained, evaluate_seconds=evaluated
+    )
+    return (*before, time)[-_WINDOW:]
 
 
-def _pace(times: Sequence[RoundTime]) -> Pace | None:
+def _pace(times: Sequence[RoundTime], *, evaluates: bool = False) -> Pace | None:
     """What steps and waiting take at a site; None before its first answer."""
+    if not times:
+        return None
+    found = None
     if all(time.train_seconds is not None for time in times):
         found = pace_of(times, overlap_steps=0)
-        if found is not None or not times:
-            return found
-    return Pace(median(time.seconds / time.num_steps for time in times), 0.0)
+    if found is None:
+        found = Pace(median(time.seconds / time.num_steps for time in times), 0.0)
+    waiting = found.waiting_seconds + evaluates * times[-1].evaluate_seconds
+    return replace(found, waiting_seconds=waiting)
 
 
 def allocate(

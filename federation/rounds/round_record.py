@@ -198,7 +198,7 @@ class RoundRecord:
         if weight:
             self.counted[update.site] = update.round_index
         self.sums.add_update(update, is_fresh=update.based_on == self.state.round_index)
-        self.sums.last_trained = trained = _train_seconds(update)
+        self.sums.last_trained = trained = _seconds_of(update, "train")
         if update.training is not None:
             self.training[update.site] = update.training
         self.times[update.site] = RoundTime(
@@ -206,6 +206,7 @@ class RoundRecord:
             num_steps=update.num_steps,
             seconds=reply.answered_seconds - reply.asked_seconds,
             train_seconds=trained,
+            evaluate_seconds=_seconds_of(update, "evaluate") or 0.0,
         )
         self.events.answered(update, reply, weight)
 
@@ -344,7 +345,7 @@ class RoundRecord:
         )
 
 
-def _train_seconds(update: SiteUpdate) -> float | None:
-    """How long a site trained, if it says so."""
-    found = [phase.seconds for phase in update.phases if phase.name == "train"]
+def _seconds_of(update: SiteUpdate, phase: str) -> float | None:
+    """How long a phase of a site's work took, if the site says so."""
+    found = [each.seconds for each in update.phases if each.name == phase]
     return sum(found) if found else None

@@ -176,9 +176,42 @@ def test_late_task_of_a_buffer_counts_from_when_it_was_sent():
 
 def test_claimed_time_is_no_longer_than_the_answer_took():
     for claim in (float("nan"), float("inf"), -1.0, 0.0, 3.0):
-        time = capacity._within(took(5, 2.0, claim))
+        (time,) = capacity._noted((), took(5, 2.0, claim))
         assert time.train_seconds == 2.0
-    assert capacity._within(took(5, 2.0, 1.5)).train_seconds == 1.5
+    (time,) = capacity._noted((), took(5, 2.0, 1.5))
+    assert time.train_seconds == 1.5
+    for claim, left in ((float("nan"), 2.0), (float("inf"), 0.0), (-1.0, 2.0)):
+        claimed = replace(took(5, 2.0, 1.5), evaluate_seconds=claim)
+        (time,) = capacity._noted((), claimed)
+        assert time.seconds == left
+        assert time.train_seconds == min(left, 1.5)
+
+
+def test_evaluation_counts_in_the_rounds_that_evaluate():
+    """The first of three did; or the others would take it for waiting."""
+    first = replace(took(5, 5.5, 2.0), evaluate_seconds=3.0)
+    times = capacity._noted((), first)
+    for _ in range(2):
+        assert capacity._pace(times) == Pace(0.4, 0.5)
+        assert capacity._pace(times, evaluates=True) == Pace(0.4, 3.5)
+        times = capacity._noted(times, took(5, 2.5, 2.0))
+    job = toy.job(
+        {
+            "training": {"local_steps": 20},
+            "schedule": {"allocation": "capacity"},
+            "evaluation": {"every": 2},
+        }
+    )
+    known = {A: times, B: times, C: capacity._noted((), took(5, 2.5, 2.0))}
+    state = replace(toy.initial_state(job), site_times=known)
+    steps = dict[bool, int]()
+    for index in (8, 9):
+        record = opened(job, replace(state, round_index=index))
+        Capacity(job).before_round_(record)
+        steps[index == 8] = len(record.steps_of[C])
+    assert steps[False] == 20
+    # Seconds are 3.5 + 0.4 n at two sites, 0.5 + 0.4 n at one, and n 20 on average.
+    assert steps[True] == 25
 
 
 def test_no_step_of_the_run_is_taken_twice_and_rates_follow_the_round():

@@ -257,10 +257,13 @@ def test_bounds_of_sums_follow_the_batches_of_their_round():
 
 @pytest.mark.parametrize("says", [True, False])
 def test_a_checkpoint_keeps_what_choices_follow_from(says: bool):  # noqa: FBT001
-    progress = after(*took(2, 4, says=says))
+    times = [replace(time, evaluate_seconds=0.5) for time in took(2, 4, says=says)]
+    progress = after(*times)
     found = _parse_work(_encode_work(progress))
     assert found == {"steps_taken": progress.steps_taken, "times": progress.times}
     assert _parse_work({}) == {"steps_taken": 0, "times": ()}
+    (older,) = _parse_work({"times": [[1, 2, 0.5, None]]})["times"]
+    assert older.evaluate_seconds == 0.0
 
 
 @pytest.mark.parametrize(
@@ -271,6 +274,7 @@ def test_a_checkpoint_keeps_what_choices_follow_from(says: bool):  # noqa: FBT00
         {"steps_taken": 4, "times": [[1, 2, "x", None]]},
         {"steps_taken": 4, "times": [[1, 2, 0.5, True]]},
         {"steps_taken": 4, "times": [[1, -2, 0.5, None]]},
+        {"steps_taken": 4, "times": [[1, 2, 0.5, None, None]]},
     ],
 )
 def test_damaged_work_is_no_checkpoint(entry: dict[str, Any]):
