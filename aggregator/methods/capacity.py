@@ -5,10 +5,10 @@ and waits ``a_i`` seconds for messages, takes ``n_i`` steps so that for one ``T`
 
     a_i + b_i n_i = T        sum_i n_i = N training.local_steps
 
-within the bounds of the job. The first round, of equal work, takes half the steps, and
-the second takes the rest: so the slowest sites soon hold up nobody. Sites scale their
-updates to ``training.local_steps`` (FedNova: Wang et al. 2020, arXiv:2007.07481), so
-that the fast ones do not pull the model to themselves.
+within the bounds of the job. The first round, of equal work, takes the fewest steps,
+and the next ones the rest: so the slowest sites soon hold up nobody. Sites scale their
+updates to the mean of the round's steps (``steps_each``; FedNova: Wang et al. 2020,
+arXiv:2007.07481), so that the fast ones do not pull the model to themselves.
 
 Each answer shows both numbers; of the newest three the median counts. One slow round
 changes nothing, and a site whose speed has changed is known after two. A site that
@@ -64,15 +64,9 @@ class Capacity(ServerGuest):
             for site in record.cohort
             if (found := _pace(known.get(site, ()), evaluates=is_evaluated)) is not None
         }
-        each = self._steps_each(record.state)
+        each = steps_each(self.job, record.round_index)
         for site, num_steps in allocate(self.job, record.cohort, paces, each).items():
             record.steps_of[site] = allocated(self.job, record.round_index, num_steps)
-
-    def _steps_each(self, state: RunState) -> int:
-        """Mean of the steps of a round; of a lost first round some times are known."""
-        if state.site_times and not state.rounds_completed:
-            return self.job.training.local_steps or 0
-        return steps_each(self.job, state.rounds_completed + 1)
 
     def after_round(self, new_state: RunState, record: RoundRecord) -> RunState:
         """Note what the steps of each site took; see ``ServerGuest``."""

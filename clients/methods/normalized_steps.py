@@ -3,12 +3,13 @@
 Section 5, with plain SGD, where the norm of ``a_i`` is the number of steps. Its
 ``tau_eff``, which is free, is the job's ``normalized_steps``; so sites can scale their
 own updates, and a sum of them, also a secure one, is all that the aggregator needs.
+With work by capacity it is the mean of the round's steps, as in the paper.
 """
 
 import torch
 
 from clients.methods.guest import Guest, LocalRound
-from federation.rounds.local_work import is_by_capacity
+from federation.rounds.local_work import is_by_capacity, steps_each
 
 
 class NormalizedSteps(Guest):
@@ -41,5 +42,5 @@ def begin(start: LocalRound) -> NormalizedSteps | None:
     """Begin a round, if the job scales updates, or faster sites take more steps."""
     wanted = start.job.training.normalized_steps
     if is_by_capacity(start.job):
-        wanted = start.job.training.local_steps
+        wanted = steps_each(start.job, start.round_index)
     return None if wanted is None else NormalizedSteps(start, wanted)

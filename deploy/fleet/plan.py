@@ -35,6 +35,8 @@ _ALTERNATIVES: Mapping[str, Mapping[str, Any]] = {
     "no evaluation until the end": {"evaluation.every": 0},
 }
 
+_LATER = 5  # A round by capacity that takes as many steps as most.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
@@ -136,7 +138,7 @@ def changed(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
 
 def round_lines(traffic: Traffic, speeds: Speeds) -> Iterator[tuple[str, ...]]:
     """Yield a row for each site: its name, and seconds by phase of a later round."""
-    index = min(3 if is_by_capacity(traffic.job) else 2, traffic.job.rounds)
+    index = min(_LATER if is_by_capacity(traffic.job) else 2, traffic.job.rounds)
     stated, shares = cost.by_site(speeds), cost.work_shares(traffic, index, speeds)
     for site in traffic.job.sites:
         name = SiteId(site.name)

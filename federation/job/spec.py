@@ -500,8 +500,8 @@ class ScheduleSpec:
         allocation: `static`: every site does the same local work. `capacity`: sites
             that were measured to be faster take more local steps, so that all end a
             round together: `training.local_steps` on average, at least a quarter of it,
-            and at most `max_local_steps`. Each site scales its update to
-            `training.local_steps`. In virtual time or deployed.
+            and at most `max_local_steps`. Each site scales its update to the mean of
+            the round's steps. In virtual time or deployed.
         local_work: `fixed`: every round takes `training.local_steps`. `auto`: the
             aggregator chooses from measured times the fewest local steps, from
             `training.local_steps` to `max_local_steps`, for which sites train

@@ -18,7 +18,7 @@ CAPACITY = Method(
         "all sites of a group take the same steps": Thing.GROUPS,
         "both choose the steps of a round": Thing.CHOSEN_STEPS,
         "the batches before a round must be known": Thing.LARGER_STEPS,
-        "updates are scaled to training.local_steps already": Thing.NORMALIZED,
+        "updates are scaled already": Thing.NORMALIZED,
         "the proximal term shrinks earlier steps": Thing.PROXIMAL,
         "something else decides how many steps a round takes": (
             *(Thing.OVERLAP, Thing.TRAINER, Thing.FLOWER_APPS),

@@ -21,6 +21,7 @@ from federation.messages import RoundTask, TaskKind
 
 PARTS = 4096  # Of a dataset that moves between sites.
 
+_MAKE_UP = 3  # Rounds by capacity that make up for the short first one.
 _MOST_TIMES = 4  # Without a limit in the job: times its local steps.
 _HALVINGS = 60  # Of the interval in which T lies: float64 has 53 bits.
 
@@ -96,16 +97,19 @@ def by_capacity(
     return found
 
 
-def steps_each(job: JobSpec, round_number: int) -> int:
-    """Mean of the steps of a round by capacity, the first of which measures.
+def steps_each(job: JobSpec, round_index: int) -> int:
+    """Mean of the steps of a round by capacity, to which sites scale their updates.
 
-    It takes half, for those steps are scaled to twice as many; the next makes up for
-    it. A buffer waits for nobody.
+    The first round measures, with equal work of the fewest steps that a site may take.
+    The next rounds share what it has left. A buffer waits for nobody.
     """
-    each = job.training.local_steps or 0
-    if job.buffer_size is not None or round_number > 2:  # noqa: PLR2004 -- as said
+    each, before = job.training.local_steps or 0, round_index - 1
+    if job.buffer_size is not None or before > _MAKE_UP:
         return each
-    return each - each // 2 if round_number == 1 else each + each // 2
+    left = each - bounds(job)[0]
+    if not before:
+        return each - left
+    return each + left * before // _MAKE_UP - left * (before - 1) // _MAKE_UP
 
 
 def allocated(job: JobSpec, round_index: int, num_steps: int) -> range:

@@ -55,6 +55,7 @@ from federation.rounds.local_work import (
     is_by_capacity,
     leaves_steps_open,
     moves_data,
+    steps_each,
     total_steps,
 )
 from federation.vectors import Layout
@@ -354,7 +355,7 @@ class Traffic:
         for index in range(1, planned_rounds(job) + 1 + (job.evaluation.every > 0)):
             likeness = (
                 index == 1,
-                index == 2 and is_by_capacity(job),  # noqa: PLR2004 -- of more steps
+                is_by_capacity(job) and steps_each(job, index),
                 self._exchanged(index),
                 index > job.rounds,
                 self._evaluates(index),

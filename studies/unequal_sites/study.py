@@ -71,7 +71,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 PICTURED = ("1:1:2:4", "1:2:4:8", "1:1:2:4, one comes and goes", "1:1:2:4, one stalls")
 # 19 of 20 sites are within this factor of the median speed.
 SPREAD, MANY = 4.0, (2, 4, 10, 30, 100, 300, 1_000, 10_000)
-_FEW_STEPS, _FEW_ROUNDS, _SETTLED = 4, 3, 2
+_FEW_STEPS, _FEW_ROUNDS, _SETTLED = 4, 5, 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ def test_a_finished_row_is_not_run_again(
 
 def test_study_of_unequal_sites_compares_equal_work(server: ForkServer, tmp_path: Path):
     script = REPOSITORY / "studies" / "unequal_sites" / "study.py"
-    words = ["--seeds", "1", "--rounds", "2", "--most", "4"]
+    words = ["--seeds", "1", "--rounds", "4", "--most", "4"]
     words += ["--parts", "ways", "sites"]
     words += ["--cases", "1:1:2:4", "1:1:2:4, one comes and goes"]
     words += ["--out", str(tmp_path / "rows.jsonl"), "--to", str(tmp_path)]
@@ -183,13 +183,13 @@ def test_study_of_unequal_sites_compares_equal_work(server: ForkServer, tmp_path
     static, capacity = ways["static"], ways["capacity"]
     assert capacity["seconds"] < static["seconds"]
     assert ways.pop("buffered, capacity")["steps"] > 0  # As many as arrive in time.
-    assert {row["steps"] for row in ways.values()} == {2 * 4 * 24}
-    # The last of two rounds is the first beyond 90 %; the product evaluates it too.
+    assert {row["steps"] for row in ways.values()} == {4 * 4 * 24}
+    # The last of four rounds is the first beyond 90 %; the product evaluates it too.
     assert static["target"] == pytest.approx(static["loss"], abs=1e-5)
     assert static["reached"] == static["seconds"]
     assert {row["target"] for row in ways.values()} == {static["target"]}
     values = 64 * 10 + 10
-    least = 4 * values * 2 * 2 * 4
+    least = 4 * values * 2 * 4 * 4
     assert least < static["bytes"] < 1.5 * least
     assert {row["sites"] for row in rows if row["part"] == "sites"} == {2, 4}
     assert len([*(tmp_path / "docs/images").iterdir()]) == 2

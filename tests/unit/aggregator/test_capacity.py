@@ -18,7 +18,12 @@ from federation.job.spec import JobSpec
 from federation.messages import FailureKind, SiteUpdate
 from federation.protocols import RoundTime, RunState
 from federation.rounds.failures import failure
-from federation.rounds.local_work import allocated, schedule_step
+from federation.rounds.local_work import (
+    allocated,
+    bounds,
+    schedule_step,
+    steps_each,
+)
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import OpenTask
 
@@ -144,18 +149,28 @@ def test_late_site_gets_less_work_and_absent_one_does_not():
     job = job_of()
     guest, record = Capacity(job), opened(job)
     guest.before_round_(record)
-    assert {len(steps) for steps in record.steps_of.values()} == {10}
+    assert {len(steps) for steps in record.steps_of.values()} == {5}
     record.late[C] = 8.0
     after = guest.after_round(record.state, record)
     assert [time.seconds for time in after.site_times[C]] == [16.0]
     assert after.site_times.keys() == {C}
     known = replace(after, site_times={**after.site_times, A: (took(20, 2.0, 2.0),)})
-    second = opened(job, known)
+    second = opened(job, replace(known, round_index=1))
     guest.before_round_(second)
     assert len(second.steps_of[C]) < 10 < len(second.steps_of[A])
-    makes_up = opened(job, replace(known, rounds_completed=1))
-    guest.before_round_(makes_up)
-    assert sum(map(len, makes_up.steps_of.values())) == 90
+
+
+@pytest.mark.parametrize("each", [4, 10, 20, 23])
+def test_rounds_make_up_for_the_short_first_one(each: int):
+    """Those after it are hardly longer, for sites drift apart; a buffer has none."""
+    job = job_of(each)
+    means = [steps_each(job, index) for index in range(1, 9)]
+    assert means[0] == bounds(job)[0] == each // 4
+    assert means[4:] == [each] * 4
+    assert sum(means) == 8 * each
+    assert max(means) <= 1.25 * each + 1
+    schedule = replace(job.schedule, mode="buffered")
+    assert steps_each(replace(job, schedule=schedule), 1) == each
 
 
 def test_late_task_of_a_buffer_counts_from_when_it_was_sent():

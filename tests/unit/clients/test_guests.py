@@ -1,6 +1,7 @@
 """What guests of a round are given."""
 
 import numpy as np
+import pytest
 import torch
 from support.small_jobs import small_job
 
@@ -69,3 +70,34 @@ def test_personal_parts_are_not_scaled():
     scale.end_(2)
     torch.testing.assert_close(model.weight.detach(), weight + 2)
     torch.testing.assert_close(model.bias.detach(), bias + 1)
+
+
+@pytest.mark.parametrize(
+    ("round_index", "taken", "scale"), [(1, 5, 1.0), (2, 5, 5.0), (5, 80, 0.25)]
+)
+def test_updates_are_scaled_to_the_mean_of_their_round(
+    round_index: int, taken: int, scale: float
+):
+    """Of 20 steps on average: those of the first round, of equal work, not at all."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    start = LocalRound(
+        job=small_job(
+            rounds=8,
+            training={"local_steps": 20},
+            schedule={"allocation": "capacity"},
+        ),
+        site=SiteId("site-0"),
+        round_index=round_index,
+        steps=range(taken),
+        model=model,
+        layout=weights.layout_of(model, {}),
+        weights_d=np.zeros(2, np.float32),
+        kept={},
+    )
+    scaled = normalized_steps.begin(start)
+    assert scaled is not None
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    scaled.end_(taken)
+    torch.testing.assert_close(model.weight.detach(), before + scale)

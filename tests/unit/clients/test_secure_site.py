@@ -113,12 +113,12 @@ def test_model_of_another_layout_is_refused(after_a_run: Recording):
 
 
 def by_capacity(num_sites: int = 3, **schedule: Any) -> JobSpec:
-    """All must answer; a round has four steps on average."""
+    """All must answer; a round has four steps."""
     return secure_job(
         num_sites,
         threshold=num_sites,
         rounds=2,
-        training={"local_steps": 8},  # Of which the first round takes half.
+        training={"local_steps": 16},  # Of which the first round takes a quarter.
         evaluation={"every": 0},
         schedule={"allocation": "capacity", **schedule},
     )
@@ -136,7 +136,7 @@ def with_steps(task: RoundTask, *steps: int) -> RoundTask:
         (lambda task: with_steps(task, 4, 5, 4), "4 local steps, .* shown 5"),
         (lambda task: with_steps(task, 4, 4), "steps of 2 sites, of 3"),
         (with_steps, "steps of 0 sites, of 3"),
-        (lambda task: replace(task, num_steps=17), "17 local steps"),
+        (lambda task: replace(task, num_steps=65), "65 local steps"),
         (lambda task: with_steps(task, 1, 4, 7), "for a different run"),
     ],
 )
