@@ -154,7 +154,8 @@ class VirtualGrid:
             fault: May spoil answers, to rehearse misfortune.
             returned: See ``Grid``.
             combine_seconds: What the aggregator takes before the first task of a round.
-            quorum: Sites without which an exchange is of no use; 0 to wait for none.
+            quorum: Sites, of those that are asked or at work, without which an exchange
+                is of no use; 0 to wait for none.
         """
         self._machines = dict(machines)
         self._clock = clock
@@ -199,7 +200,8 @@ class VirtualGrid:
         Rounds that are bound to be lost would soon end the run.
         """
         asked = [self._machines[task.site].absences for task in tasks]
-        spare = max(0, len(tasks) - self._quorum)  # So many may be away.
+        # So many may be away.
+        spare = max(0, len(tasks) + len(self._open) - self._quorum)
         end = self._clock.monotonic() + deadline_seconds
         while self._quorum and (now := self._clock.monotonic()) < end:
             spells = (one.next(now) for one in asked if one is not None)

@@ -102,9 +102,7 @@ class VirtualMachines:
                     fault=lambda task, answer: faults[task.site](task, answer),
                     returned=faults[next(iter(sites))].returned,
                     combine_seconds=self.job.simulation.combine_seconds,
-                    quorum=(
-                        self.job.minimum_sites if self.job.buffer_size is None else 0
-                    ),
+                    quorum=self.job.buffer_size or self.job.minimum_sites,
                 )
             )
 

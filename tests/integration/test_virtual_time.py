@@ -263,10 +263,12 @@ def test_model_is_that_of_the_other_engine():
         np.testing.assert_allclose(ours.weights[name], values, rtol=1e-5, atol=1e-6)
 
 
-def test_time_passes_while_everybody_is_away():
-    """As in a deployed run, which waits for its quorum; three lost rounds end a run."""
+@pytest.mark.parametrize("schedule", [{}, {"mode": "buffered", "buffer_size": 2}])
+def test_time_passes_while_everybody_is_away(schedule: dict[str, Any]):
+    """Or rounds would be lost meanwhile, and three of them end a run."""
     machines = [{**one, "away": [[1.0, 90.0]]} for one in machines_of(plain_job())]
-    events = events_of(virtual_job(simulation={"machines": machines}))
+    job = virtual_job(schedule=schedule, simulation={"machines": machines})
+    events = events_of(job)
     finished = only(events, RoundFinished)
     assert [one.status for one in finished] == ["lost", *["completed"] * 2]
     assert only(events, RunFinished)[0].seconds > 90.0
