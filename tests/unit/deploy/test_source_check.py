@@ -166,6 +166,9 @@ def test_only_what_sites_share_may_be_at_two_of_them(tmp_path: Path):
     )
     train, held_out = site_data.load(file, moving, lambda store, *_: store)
     assert (len(train), len(held_out)) == (1438, 120)
+    line = site_data.describe(file, wiring.build_federation(moving))
+    assert "the job's dataset" in line
+    assert "own source" not in line
     mine = replace(file, data=LocalDataSpec(source=other))
     with pytest.raises(JobError, match="never leave"):
         site_data.load(mine, moving, lambda store, *_: store)
