@@ -268,12 +268,12 @@ def usage(
     mine = [one for one in runs if one.request.owner == owner]
     prices = [_dollars(config, one, now) for one in mine] if priced else [None]
     known = [price for price in prices if price is not None]
-    measured = [run_notes.read(one.run.events) for one in mine]
+    logs = [one.run.events for one in mine]
     held = sum(one.held_seconds(now) * len(one.request.sites) for one in mine)
     return Usage(
         site_hours=held / _HOUR,
-        gigabytes=sum(each.num_bytes for each in measured) / _GIGABYTE,
-        epsilon=sum(each.epsilon for each in measured),
+        gigabytes=sum(map(run_notes.num_bytes, logs)) / _GIGABYTE,
+        epsilon=sum(run_notes.read(log).epsilon for log in logs),
         dollars=sum(known) if len(known) == len(prices) else None,
     )
 

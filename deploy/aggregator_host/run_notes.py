@@ -1,6 +1,7 @@
 """What the events of runs say of their progress, read on from look to look.
 
-Answers of sites, most of a log, are not looked at.
+Answers of sites, most of a log, are looked at for bytes alone, and where those of a
+round have not been added up.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from federation.events import (
 )
 from monitoring.privacy_words import has_noise
 from monitoring.runs.event_tail import EventTail
+from monitoring.runs.numbers_reader import NumbersReader
 from monitoring.views.round_view import loss_of
 
 _KINDS = (
@@ -39,7 +41,6 @@ class RunNotes:
     Attributes:
         events: Beginnings and ends of coordinators, ends of rounds without names of
             sites, and sites left out.
-        num_bytes: Sent and received by the aggregator.
         epsilon: The largest of a round.
         loss: The newest mean held-out loss; None if there is none yet.
         is_noisy: Whether held-out results leave some site with noise.
@@ -48,7 +49,6 @@ class RunNotes:
     """
 
     events: list[Event] = field(default_factory=list)
-    num_bytes: float = 0.0
     epsilon: float = 0.0
     loss: float | None = None
     is_noisy: bool = False
@@ -59,14 +59,12 @@ class RunNotes:
         """Add the next event."""
         match event:
             case ModelEvaluated():
-                self.num_bytes += sum(event.bytes_down) + sum(event.bytes_up)
                 self.loss = loss_of(event.pooled)
                 return
             case PrivacyPlanned():
                 self.is_noisy = has_noise(event)
                 return
             case RoundFinished():
-                self.num_bytes += event.bytes_down + event.bytes_up
                 self.epsilon = max(self.epsilon, event.epsilon or 0.0)
                 self._note_unheard(event)
                 event = replace(event, asked=(), answered=())
@@ -86,7 +84,14 @@ class _Reader:
 
     def __init__(self, log: Path) -> None:
         self._tail, self._notes = EventTail(log, only=_KINDS), RunNotes()
-        self._lock = Lock()
+        self._numbers: NumbersReader | None = None
+        self._log, self._lock = log, Lock()
+
+    def num_bytes(self) -> int:
+        with self._lock:
+            self._numbers = self._numbers or NumbersReader(self._log)
+            found = self._numbers.look()
+            return found.bytes.total() + found.under_way.total()
 
     def read(self) -> RunNotes:
         with self._lock:
@@ -107,6 +112,14 @@ def _reader(log: Path) -> _Reader:
 def read(log: Path) -> RunNotes:
     """Read what is new in a run's log; nothing of a log that is not there."""
     return _reader(log).read()
+
+
+def num_bytes(log: Path) -> int:
+    """Bytes that the aggregator of a run has sent and received, as its metrics do.
+
+    Also in rounds that were killed, whose answers alone tell it.
+    """
+    return _reader(log).num_bytes()
 
 
 def progress(log: Path) -> Sequence[RunStarted | RoundFinished]:

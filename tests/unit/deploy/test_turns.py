@@ -51,6 +51,7 @@ from federation.ids import SiteId
 from federation.messages import Resources
 from federation.platform_identity import PlatformIdentity
 from monitoring.runs.run_folder import REQUEST, RunFolder
+from monitoring.views.run_fold import fold
 from monitoring.web import run_metrics
 from monitoring.web.run_feed import RunFeed
 from monitoring.web.run_metrics import RunsCollector
@@ -379,17 +380,18 @@ def test_old_run_that_goes_on_keeps_its_alerts(
 
 
 def test_progress_is_read_on_from_look_to_look(tmp_path: Path):
-    """Repeated rounds count; a log that is another one is read anew."""
+    """Repeated and killed rounds count; a log that is another one is read anew."""
     log, events = tmp_path / "events.jsonl", event_samples.resumed()
     assert run_notes.read(log).events == []
-    for event in events:
+    for number, event in enumerate(events, 1):
         with EventWriter(log) as write:
             write(event)
         found = run_notes.read(log)
+        view = fold(events[:number])
+        assert run_notes.num_bytes(log) == view.bytes_up + view.bytes_down
+    assert view.superseded.bytes_up > 0
     ends = [e for e in events if isinstance(e, RoundFinished)]
     evaluated = [e for e in events if isinstance(e, ModelEvaluated)]
-    alone = sum(sum(e.bytes_up) + sum(e.bytes_down) for e in evaluated)
-    assert found.num_bytes == alone + sum(e.bytes_up + e.bytes_down for e in ends)
     assert found.loss == pytest.approx(evaluated[-1].pooled.loss)
     assert not found.is_noisy
     noised = tmp_path / "noised.jsonl"
