@@ -541,6 +541,7 @@ class RoundFinished(RoundEvent):
         epsilon: Largest epsilon that any participating site has spent so far, with
             differential privacy.
         resources: Resources that the round used at the aggregator.
+        steps: Local steps that each of ``asked`` was given by its capacity; else empty.
     """
 
     status: str
@@ -558,6 +559,7 @@ class RoundFinished(RoundEvent):
     resources: Resources | None = None
     inside_down: int = 0
     inside_up: int = 0
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

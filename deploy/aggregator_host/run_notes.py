@@ -67,7 +67,7 @@ class RunNotes:
             case RoundFinished():
                 self.epsilon = max(self.epsilon, event.epsilon or 0.0)
                 self._note_unheard(event)
-                event = replace(event, asked=(), answered=())
+                event = replace(event, asked=(), answered=(), steps=())
         self.events.append(event)
 
     def _note_unheard(self, event: RoundFinished) -> None:

@@ -209,11 +209,22 @@ def measured_speeds(
     rounds = [each for each in view.rounds if each.finished is not None]
     steps = {each.index: each.work.num_steps for each in rounds if each.work}
     later = [each for each in rounds if each.index > 1]
+    given = {
+        (each.index, site): num_steps
+        for each in rounds
+        if each.finished
+        for site, num_steps in zip(
+            each.finished.asked, each.finished.steps, strict=False
+        )
+    }
     answers: dict[str, list[tuple[int, SiteAnswered]]] = {}
     for each in later:
         for found in each.reports:
             if isinstance(found, SiteAnswered):
-                answers.setdefault(found.site, []).append((each.index, found))
+                # With secure aggregation sites do not say how many they took.
+                num_steps = given.get((each.index - found.staleness, found.site))
+                told = replace(found, num_steps=found.num_steps or num_steps)
+                answers.setdefault(found.site, []).append((each.index, told))
     names = [site.name for site in traffic.job.sites]
     if not set(names) <= answers.keys():
         raise JobError(

@@ -145,7 +145,7 @@ TABLE: Mapping[str, Rows] = {
     "RoundFinished": {
         (PUBLIC, _SUMS): "at round_index status asked answered failed bytes_down "
         "bytes_up inside_down inside_up seconds phases update_norm update_clip epsilon "
-        "resources",
+        "resources steps",
         (LOSSES, _SUMS): "training",
     },
     "CheckpointSaved": {(PUBLIC, _SUMS): "at round_index bytes_written seconds"},

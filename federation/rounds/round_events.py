@@ -153,6 +153,7 @@ class RoundEvents:
         cohort: tuple[SiteId, ...],
         verdicts: RoundVerdicts,
         sums: RoundSums,
+        steps: tuple[int, ...],
     ) -> None:
         """Emit ``RoundFinished``, before the result is made durable.
 
@@ -179,6 +180,7 @@ class RoundEvents:
                 update_clip=sums.update_clip if completed else None,
                 epsilon=sums.epsilon,
                 resources=sums.usage.so_far(),
+                steps=steps,
             )
         )
 

@@ -31,6 +31,7 @@ from federation.messages import (
 )
 from federation.protocols import Clock, RoundTime, RunState
 from federation.resources import CLOCK, UsageMeter
+from federation.rounds.local_work import is_by_capacity
 from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_sums import RoundSums
 from federation.rounds.round_verdicts import RoundVerdicts
@@ -332,7 +333,10 @@ class RoundRecord:
         self.status = status
         self.change_members(self.members)
         self.events.evaluated(self.state.round_index, self.verdicts, self.sums, {})
-        self.events.finished(status, self.cohort, self.verdicts, self.sums)
+        steps: tuple[int, ...] = ()
+        if self.steps_of and is_by_capacity(self.job):
+            steps = tuple(len(self.steps_of[site]) for site in self.cohort)
+        self.events.finished(status, self.cohort, self.verdicts, self.sums, steps)
 
     def add_to(self, new_state: RunState) -> RunState:
         """Return the state after the round with what it has shown of sites."""

@@ -66,6 +66,20 @@ def test_speeds_of_a_run_are_those_that_its_machines_had():
     assert predicted == pytest.approx(view.finished.seconds, rel=0.02)
 
 
+@pytest.mark.parametrize("secure", [{}, {"enabled": True, "two_sites_waiver": True}])
+def test_speeds_of_a_run_by_capacity_are_those_of_other_work(secure: dict[str, bool]):
+    """Also if sites do not say how many steps they took: the aggregator gave them."""
+    tables = {"evaluation": {"every": 0}, "privacy": {"secure_aggregation": secure}}
+    tables |= {"training": {"local_steps": 8}, "schedule": {"allocation": "capacity"}}
+    job = virtual_job(rounds=8, **tables)
+    traffic = SIZES(parts.build_federation(job))
+    assert traffic is not None
+    speeds = forecast.measured_speeds(view_of(job), traffic)
+    for speed, machine in zip(speeds.sites, job.simulation.machines, strict=True):
+        stated = pytest.approx(machine.examples_per_second, rel=0.05)
+        assert speed.train_examples_per_second == stated
+
+
 def test_a_run_of_one_round_tells_no_speeds():
     """Its only round has work that no other has."""
     job = virtual_job(rounds=1)

@@ -88,7 +88,7 @@ def test_only_a_completed_round_has_a_norm():
     collected.update_norm = collected.update_clip = 1.5
     answer = replace(toy.update(), round_index=2, based_on=1)
     for status in ("completed", "discarded"):
-        emitter.finished(status, toy.SITES, verdicts(answer), collected)
+        emitter.finished(status, toy.SITES, verdicts(answer), collected, ())
     completed, discarded = told
     assert isinstance(completed, events.RoundFinished)
     assert isinstance(discarded, events.RoundFinished)
