@@ -285,7 +285,7 @@ class FlowerGrid:
             packed = self._pack(task)
             now = self._clock.monotonic()
             # A simulation's messages do not leave this machine.
-            inquiry = None if self._delivery.is_simulated else Inquiry(now)
+            inquiry = None if self._delivery.is_simulated else Inquiry(now, index)
             task_id = batch.task_ids[index]
             question = Question.of(task, index, now, inquiry, task_id=task_id)
             batch.open[index] = question
@@ -388,7 +388,9 @@ class FlowerGrid:
 
     def _probe(self, batch: Batch, question: Question, kind: str) -> None:
         out = Out(question=question, probed_seconds=self._clock.monotonic())
-        self._post(batch, [(out, self._message(batch, out, RecordDict(), kind))])
+        # An empty frame, because it travels whole.
+        content = flower_site.pack_frame(PackedFrame(frame=b""))
+        self._post(batch, [(out, self._message(batch, out, content, kind))])
 
     def _pack(self, task: Asked) -> PackedFrame | SiteFailure:
         if task.site not in self._nodes:

@@ -55,7 +55,8 @@ _OK = 200
 _TASKS = "/v1/runtime/push-messages"
 
 # These requests change the answer to no look. After a heartbeat a node may be online
-# again, which a run sees when the kept answer expires, a second later.
+# again, which a run sees when the kept answer expires, a second later. A task is found
+# as soon as it is announced, before its parts are pushed.
 _READS = frozenset(
     {
         "/health",
@@ -69,6 +70,7 @@ _READS = frozenset(
         "/v1/runtime/pull-object",
         "/v1/runtime/pull-task-input",
         "/v1/runtime/push-logs",
+        "/v1/runtime/push-object",
         "/v1/runtime/send-task-heartbeat",
     }
 )

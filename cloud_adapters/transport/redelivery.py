@@ -25,6 +25,8 @@ from typing import Generic, TypeVar
 # When a question is probed: for the first time, doubled each time, up to the last.
 FIRST_SECONDS = 5.0
 MOST_SECONDS = 15.0
+# Between the first probes of two questions that were sent together.
+APART_SECONDS = 0.25
 # As soon as this when Flower has reported a loss.
 SOON_SECONDS = 1.0
 # Names that a site remembers: of many hours, while a question is out for minutes.
@@ -51,11 +53,17 @@ def new_name(round_index: int) -> str:
 class Inquiry:
     """Decides when one question is probed, and when it is sent again."""
 
-    def __init__(self, now: float) -> None:
-        """Begin when it has been sent; times are those of one monotonic clock."""
+    def __init__(self, now: float, index: int = 0) -> None:
+        """Begin when it has been sent; times are those of one monotonic clock.
+
+        Args:
+            now: When that was.
+            index: Its place among the questions that are sent together. If all were
+                probed at once, a round that ends just then would wait for the words.
+        """
         self._sent = now
         self._wait = FIRST_SECONDS
-        self._next = now + self._wait
+        self._next = now + self._wait + index * APART_SECONDS % FIRST_SECONDS
 
     def is_due(self, now: float) -> bool:
         """Whether to ask for its state; if so, that is taken as done."""

@@ -310,6 +310,19 @@ def test_tasks_of_others_leave_a_held_look_alone_and_what_is_not_read_may_be_any
     asyncio.run(scene())
 
 
+def test_parts_of_a_task_leave_held_looks_alone():
+    """It is found by its envelope, and each part would be a look of every site."""
+
+    async def scene() -> None:
+        flower = Flower(hold=0.01)
+        look = await _held(flower, FLEET, look_of(1))
+        await flower._request("/v1/runtime/push-object", b"a part", [])
+        assert await look == (200, b"")
+        assert flower.asked.count(FLEET) == 1
+
+    asyncio.run(scene())
+
+
 def test_held_look_of_a_site_that_is_revoked_is_refused():
     async def scene() -> None:
         flower = Flower(hold=20.0)

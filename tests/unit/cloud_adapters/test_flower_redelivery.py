@@ -227,6 +227,25 @@ def test_long_work_is_let_alone(flower: LossyFlower):
     assert 3 * 10 < probes < 3 * 20
 
 
+def test_sites_are_probed_one_by_one_and_in_one_request_each(flower: LossyFlower):
+    """All at once, their words would hold up a round that is about to end."""
+    grid = make_grid(flower)
+    flower.work = 20.0
+    probed: list[float] = []
+
+    def note(message: Message) -> float:
+        if is_probe(message):
+            probed.append(flower.clock.monotonic())
+        return 0.01
+
+    flower.delay = note
+    exchange(grid)
+    assert len({round(at, 1) for at in probed[:3]}) == 3
+    probes = [message.content for message in flower.sent if is_probe(message)]
+    # With a small frame it travels whole.
+    assert {flower_site.frame_in_record(content) for content in probes} == {b""}
+
+
 def test_task_that_was_late_and_comes_twice_is_worked_on_once(flower: LossyFlower):
     """It was overtaken by the probe, and so sent again: the second one is dropped."""
     grid = make_grid(flower)

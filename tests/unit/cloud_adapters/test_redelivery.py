@@ -43,6 +43,15 @@ def test_site_that_lies_is_sent_a_model_now_and_then():
     assert sent <= 600 / redelivery.MOST_SECONDS + 1
 
 
+def test_questions_that_were_sent_together_are_probed_one_by_one():
+    """Of many, none much later than the first."""
+    inquiries = [Inquiry(0.0, index) for index in range(1000)]
+    num_due = [sum(each.is_due(now) for each in inquiries) for now in range(11)]
+    assert num_due[:5] == [0] * 5
+    assert max(num_due) < len(inquiries) / 4
+    assert sum(num_due) == len(inquiries)
+
+
 def test_question_is_admitted_once():
     """However often it comes, and whatever has become of it."""
     inbox: Inbox[bytes] = Inbox()
