@@ -282,10 +282,11 @@ class QueuedRun:
             return status_of(self.outcome.code)
         if self.coordinator is None or not self.run.exists():
             return "waiting"
+        if _written(self.run.events) < self.coordinator.at:
+            return "waiting"
         if _is_finishing(self.run):
             return "finishing"
-        begun = _written(self.run.events) >= self.coordinator.at
-        return "running" if begun and self.run.is_locked() else "waiting"
+        return "running" if self.run.is_locked() else "waiting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

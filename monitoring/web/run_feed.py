@@ -36,7 +36,7 @@ SECTIONS = (
 )
 INK = ""  # The page's own colour of text, dark or light.
 MAX_AWAITED = 20
-WAITING = "waiting"
+WAITING, STOPPED = "waiting", "stopped"
 
 Row = tuple[float | None, ...]  # x, and the value of each line there
 Line = tuple[str, str, Series]  # Its name, colour and points.
@@ -110,8 +110,8 @@ class RunFeed:
     @property
     def is_over(self) -> bool:
         """Whether the run has ended, by its newest events, or was deleted."""
-        if self._state == WAITING:
-            return False  # Its last coordinator has ended, and another one will come.
+        if self._state in {WAITING, STOPPED}:
+            return False  # Its last coordinator has ended, and another one may come.
         return self._reader.fold.finished is not None or self._reader.tail.is_gone
 
     @property
@@ -178,13 +178,15 @@ class RunFeed:
         if self._reader.tail.is_gone:
             return "deleted"
         finished = self._reader.fold.finished
-        queued = "" if is_live else self._queued(self._run)
+        # A coordinator that starts holds the run before it writes its first event.
+        asks = finished is not None or not is_live
+        queued = self._queued(self._run) if asks else ""
         made_way = finished is not None and finished.status == INTERRUPTED
         if queued == WAITING or (queued and made_way):
             return WAITING
         if finished is not None:
             is_done = finished.status in {COMPLETED, EXHAUSTED}
-            return "ended" if is_done else "stopped"
+            return "ended" if is_done else STOPPED
         return "live" if is_live else "interrupted"
 
     def _now(self, view: RunView, now: float, *, state: str) -> str:

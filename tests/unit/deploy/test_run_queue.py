@@ -299,6 +299,7 @@ def test_status_tells_what_a_coordinator_is_at(tmp_path: Path):
         (one,) = run_queue.handed_over(tmp_path).runs
         run_queue.note_start(one, 8, fruitless=1, at=4e9)
         assert status() == "waiting"  # For sites, before it goes on.
+    run_queue.note_start(one, 8, fruitless=1, at=10.0)
     *_, end = event_samples.two_sites(2)
     assert isinstance(end, RunFinished)
     for ended, expected in (("interrupted", "waiting"), ("completed", "finishing")):
@@ -306,6 +307,8 @@ def test_status_tells_what_a_coordinator_is_at(tmp_path: Path):
         with run.events.open("a") as events:
             events.write(f"{to_line(replace(end, status=ended))}\n")
         assert status() == expected
+    run_queue.note_start(one, 9, fruitless=1, at=4e9)
+    assert status() == "waiting"  # Another coordinator resumes it.
     run_queue.leave_outcome(run, Outcome(code=0, message=""))
     assert status() == "completed"
 

@@ -363,6 +363,13 @@ def test_run_that_has_made_way_waits_wherever_one_looks(tmp_path: Path):
     page = feed.page(clock.now())
     assert page is not None
     assert page.state == "stopped"
+    # Who has the page open sees that another one resumes the run.
+    assert not feed.is_over
+    run_queue.take_up(run, at=300.0)
+    assert words() == {"waiting"}
+    started(run, 1e10)
+    with run.locked():
+        assert words() == {"waiting"}
 
 
 def test_old_run_that_goes_on_keeps_its_alerts(
