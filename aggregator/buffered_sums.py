@@ -189,7 +189,6 @@ class BufferedGroups(GroupGather):
                 rounds=self.job.rounds,
                 cohort=record.cohort,
                 open=self._dispatcher.open,
-                begin=record.clock.monotonic(),
                 buffered=self._num_updates,
             ),
             write=lambda sites: self._tasks_for(record, sites),

@@ -369,7 +369,7 @@ def _parse_work(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encode_sites(progress: RunProgress) -> dict[str, Any]:
-    """The times from which the steps of each site follow."""
+    """The times from which steps and deadlines of each site follow."""
     return {site: _encode_times(times) for site, times in progress.site_times.items()}
 
 
@@ -378,6 +378,7 @@ def _encode_times(times: Iterable[RoundTime]) -> list[Any]:
         [
             *(time.round_index, time.num_steps),
             *(time.seconds, time.train_seconds, time.evaluate_seconds),
+            *[True] * time.missed,
         ]
         for time in times
     ]
@@ -390,14 +391,18 @@ def _parse_times(entries: Iterable[Any]) -> tuple[RoundTime, ...]:
             num_steps=steps,
             seconds=seconds,
             train_seconds=trained,
-            evaluate_seconds=evaluated[0] if evaluated else 0.0,
+            evaluate_seconds=evaluated,
+            missed=missed,
         )
-        for index, steps, seconds, trained, *evaluated in entries
+        for index, steps, seconds, trained, evaluated, missed in (
+            (*entry, *(0.0, False)[len(entry) - 4 :]) for entry in entries
+        )
     )
     counts = (n for time in times for n in (time.round_index, time.num_steps))
     if not all(type(n) is int and n >= 0 for n in counts) or not all(
         type(t.seconds) is type(t.evaluate_seconds) is float
         and type(t.train_seconds) in {float, type(None)}
+        and type(t.missed) is bool
         for t in times
     ):
         raise ValueError("its local work is damaged")

@@ -181,7 +181,7 @@ class SecureExchange:
             rounds=record.round_index,  # Also of an evaluation after the last one.
             cohort=list(asked),
             open=dispatcher.open,
-            begin=record.clock.monotonic(),
+            patience=record.patience,
         )
         replies = dispatcher.replies(
             schedule,

@@ -639,6 +639,7 @@ class RoundTime:
         train_seconds: How long the site trained that answered last, by its own clock;
             None if sites do not say.
         evaluate_seconds: The same of evaluation; 0 if sites do not say.
+        missed: Whether it was waited for in vain, for ``seconds``.
     """
 
     round_index: int
@@ -646,6 +647,7 @@ class RoundTime:
     seconds: float
     train_seconds: float | None = None
     evaluate_seconds: float = 0.0
+    missed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -695,7 +697,7 @@ class RunProgress:
         steps_taken: Local steps of all rounds, if these are chosen round by round.
         times: What the newest of these rounds took: the next choice follows from it.
         site_times: What the newest rounds of each site took, if faster sites take more
-            steps.
+            steps or deadlines are learnt.
         history: What each site has done, if samples of the sites follow it.
     """
 

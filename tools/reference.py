@@ -389,7 +389,8 @@ def _table_in(hint: Any) -> type | None:
 
 def _key(field: "dataclasses.Field[Any]", hint: Any, said: str) -> str:
     """A key with its type, unless that shows in the default, and its default."""
-    facts = _type(hint) + _values(field.metadata, said)
+    first, *others = _type(hint).split(" or ")  # A range is that of the first.
+    facts = " or ".join((first + _values(field.metadata, said), *others))
     default = _default(field)
     if default in _EMPTY:
         default = ""

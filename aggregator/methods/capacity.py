@@ -10,11 +10,11 @@ and the next ones the rest: so the slowest sites soon hold up nobody. Sites scal
 updates to the mean of the round's steps (``steps_each``; FedNova: Wang et al. 2020,
 arXiv:2007.07481), so that the fast ones do not pull the model to themselves.
 
-Each answer shows both numbers; of the newest three the median counts. One slow round
-changes nothing, and a site whose speed has changed is known after two. A site that
-misses the deadline shows no number: it is taken to be twice as slow as that, so that it
-gets fewer steps until it is in time. Seconds of evaluation are part of ``a_i`` in the
-rounds that evaluate.
+Each answer shows both numbers (``aggregator.methods.site_times``); of the newest three
+the median counts. One slow round changes nothing, and a site whose speed has changed is
+known after two. A site that misses the deadline shows no number: it is taken to be
+twice as slow as that, so that it gets fewer steps until it is in time. Seconds of
+evaluation are part of ``a_i`` in the rounds that evaluate.
 
 Under secure aggregation only the time of arrival is known. Then seconds a step count,
 ``(a_i + b_i n_i) / n_i``, as if no site waited: each round leaves a part ``a_i / T`` of
@@ -35,7 +35,7 @@ import numpy as np
 from aggregator.methods.chosen_steps import Pace, pace_of
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
-from federation.protocols import RoundTime, RunState
+from federation.protocols import RoundTime
 from federation.rounds.gather import evaluates
 from federation.rounds.guest import ServerGuest
 from federation.rounds.local_work import (
@@ -48,13 +48,13 @@ from federation.rounds.local_work import (
 )
 from federation.rounds.round_record import RoundRecord
 
-_WINDOW = 3  # Rounds of a site whose times count.
+WINDOW = 3  # Rounds of a site whose times count.
 _FASTEST = 1e-9  # Seconds of a step: a site may claim to take next to none.
 _LATE = 2.0  # Times the deadline that a site is taken to need which missed it.
 
 
 class Capacity(ServerGuest):
-    """Gives each site of a round its steps, and notes what they took."""
+    """Gives each site of a round its steps."""
 
     def before_round_(self, record: RoundRecord) -> None:
         """Choose the steps of each site."""
@@ -67,26 +67,6 @@ class Capacity(ServerGuest):
         each = steps_each(self.job, record.round_index)
         for site, num_steps in allocate(self.job, record.cohort, paces, each).items():
             record.steps_of[site] = allocated(self.job, record.round_index, num_steps)
-
-    def after_round(self, new_state: RunState, record: RoundRecord) -> RunState:
-        """Note what the steps of each site took; see ``ServerGuest``."""
-        found = self._times(record)
-        for site in record.late.keys() & record.steps_of.keys():
-            seconds = _LATE * record.late[site]
-            found[site] = RoundTime(
-                round_index=record.round_index,
-                num_steps=len(record.steps_of[site]),
-                seconds=seconds,
-                train_seconds=seconds,
-            )
-        before = record.state.site_times
-        newest = {
-            site: _noted(before.get(site, ()), time) for site, time in found.items()
-        }
-        return replace(new_state, site_times={**before, **newest})
-
-    def _times(self, record: RoundRecord) -> dict[SiteId, RoundTime]:
-        return {site: time for site, time in record.times.items() if time.num_steps}
 
 
 class Placement(Capacity):
@@ -101,13 +81,6 @@ class Placement(Capacity):
         for site, start, stop in zip(sizes, ends, ends[1:], strict=False):
             record.steps_of[site] = range(start, stop)
 
-    def _times(self, record: RoundRecord) -> dict[SiteId, RoundTime]:
-        """Seconds of parts, of which a site's steps follow."""
-        return {
-            site: replace(time, num_steps=len(record.steps_of[site]))
-            for site, time in record.times.items()
-        }
-
 
 def begin(job: JobSpec) -> ServerGuest | None:
     """Begin a run whose faster sites take more steps, or have more data."""
@@ -116,25 +89,9 @@ def begin(job: JobSpec) -> ServerGuest | None:
     return Capacity(job) if is_by_capacity(job) else None
 
 
-def _noted(before: Sequence[RoundTime], time: RoundTime) -> tuple[RoundTime, ...]:
-    """Keep the newest times of a site, without the evaluation, which is kept beside it.
-
-    A site may claim to have worked for any time: no longer than it took.
-    """
-    evaluated = min(max(0.0, time.evaluate_seconds), time.seconds)
-    seconds, trained = time.seconds - evaluated, time.train_seconds
-    if trained is not None and not 0 < trained <= seconds:
-        trained = seconds
-    if not evaluated and before:  # As in the last round that did.
-        evaluated = before[-1].evaluate_seconds
-    time = replace(
-        time, seconds=seconds, train_seconds=trained, evaluate_seconds=evaluated
-    )
-    return (*before, time)[-_WINDOW:]
-
-
 def _pace(times: Sequence[RoundTime], *, evaluates: bool = False) -> Pace | None:
     """What steps and waiting take at a site; None before its first answer."""
+    times = [_guessed(time) for time in times if time.num_steps][-WINDOW:]
     if not times:
         return None
     found = None
@@ -144,6 +101,14 @@ def _pace(times: Sequence[RoundTime], *, evaluates: bool = False) -> Pace | None
         found = Pace(median(time.seconds / time.num_steps for time in times), 0.0)
     waiting = found.waiting_seconds + evaluates * times[-1].evaluate_seconds
     return replace(found, waiting_seconds=waiting)
+
+
+def _guessed(time: RoundTime) -> RoundTime:
+    """Guess what a round takes at a site that missed it."""
+    if not time.missed:
+        return time
+    seconds = _LATE * time.seconds
+    return replace(time, seconds=seconds, train_seconds=seconds)
 
 
 def allocate(

@@ -11,6 +11,7 @@ from aggregator.methods import (
     kept_zeros,
     model_changes,
     selection,
+    site_times,
     statistics,
 )
 from aggregator.methods.selection import MetricOf
@@ -22,6 +23,7 @@ Begin = Callable[[JobSpec], ServerGuest | None]
 SERVER_METHODS: Sequence[Begin] = (
     chosen_steps.begin,
     capacity.begin,
+    site_times.begin,
     clipped_updates.begin,
     kept_zeros.begin,
     model_changes.begin,

@@ -96,7 +96,7 @@ class Attendance:
     enrolled: Mapping[SiteId, int] = field(default_factory=dict)
     required: int | None = None
     quorum: int = 1
-    grace: float | None = None
+    grace: float | str | None = None
     connect_seconds: float = CONNECT_SECONDS
     spare_seconds: float | None = None
     tell: Tell = field(default=lambda _found: None)

@@ -31,7 +31,7 @@ class Presence:
         quorum: int,
         clock: Clock,
         pause: Callable[[float], None],
-        grace: float | None = None,
+        grace: float | str | None = None,
         is_told: bool = True,
     ) -> None:
         """Watch no node yet.
@@ -43,7 +43,8 @@ class Presence:
             clock: Tells time.
             pause: Waits for so many seconds.
             grace: The job's: the part of the last round that a round with a quorum
-                waits at most; None to wait for as long as a restart takes.
+                waits at most, half of it if deadlines are learnt; None to wait for as
+                long as a restart takes.
             is_told: Whether Flower reports heartbeats; its simulation makes up one
                 for all time.
         """

@@ -52,7 +52,7 @@ from federation.events import Emit, Event, Warned
 from federation.ids import RunId, SiteId, new_run_id
 from federation.job import job_file
 from federation.job.code_files import unpinned
-from federation.job.spec import SURROGATE, JobSpec
+from federation.job.spec import LEARNT, SURROGATE, JobSpec
 from federation.messages import join_anchors
 from federation.protocols import (
     Clock,
@@ -61,7 +61,7 @@ from federation.protocols import (
     Trainer,
 )
 from federation.resources import CLOCK, THREAD
-from federation.rounds.local_work import is_auto, leaves_steps_open, moves_data
+from federation.rounds.local_work import is_auto, is_by_capacity, moves_data
 from monitoring.runs.find import find_runs, runs_root
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult, result_of
@@ -182,13 +182,19 @@ def _check_time(job: JobSpec, engine: str) -> None:
     """Refuse choices by real time, which would make each simulation another one."""
     if job.simulation.training == SURROGATE and engine != "virtual":
         raise JobError("needs --engine virtual", key="simulation.training")
-    if leaves_steps_open(job) and engine != "virtual":
-        key = "data.placement" if moves_data(job) else "schedule.allocation"
-        raise JobError(
-            "measures sites and lines, which a simulation has in virtual time only: "
-            f"use --engine virtual, or {'fixed' if is_auto(job) else 'static'!r}",
-            key="schedule.local_work" if is_auto(job) else key,
-        )
+    measuring = {
+        "schedule.local_work": ("'fixed'", is_auto(job)),
+        "schedule.allocation": ("'static'", is_by_capacity(job)),
+        "data.placement": ("'static'", moves_data(job)),
+        "schedule.grace": ("a number", job.schedule.grace == LEARNT),
+    }
+    for key, (instead, measures) in measuring.items():
+        if measures and engine != "virtual":
+            raise JobError(
+                "measures sites and lines, which a simulation has in virtual time "
+                f"only: use --engine virtual, or {instead}",
+                key=key,
+            )
 
 
 def _live_metrics(

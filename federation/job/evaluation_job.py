@@ -23,6 +23,7 @@ _OF_TRAINING = (
     "training.control_variates",
     "training.dynamic_alpha",
     "schedule.allocation",
+    "schedule.grace",
     "schedule.local_work",
     "schedule.max_local_steps",
     "schedule.training_share",

@@ -426,7 +426,8 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     """Check ``value`` against a type hint of a job field and return it typed."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in {typing.Union, types.UnionType}:
-        (inner,) = (a for a in arguments if a is not type(None))
+        first, *others = (a for a in arguments if a is not type(None))
+        inner = type(value) if type(value) in others else first
         return _convert(inner, value, name)
     if origin is tuple:
         if not isinstance(value, list | tuple):
@@ -502,10 +503,14 @@ def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
     """Check choices and bounds that the field declares."""
     if value is None or not metadata:
         return
-    if metadata["choices"] and value not in metadata["choices"]:
-        choices = metadata["choices"]
-        nearest = difflib.get_close_matches(str(value), choices, n=1)
+    choices, limits = metadata["choices"], metadata["bounds"]
+    if isinstance(value, str):
+        if not choices or value in choices:
+            return
+        nearest = difflib.get_close_matches(value, choices, n=1)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        if {*limits.values()} != {None}:
+            choices = (*choices, "a number")
         raise JobError(
             f"{value!r:.80} is not a choice; {hint}choose {_either(choices)}", key=name
         )
@@ -515,7 +520,7 @@ def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
         ("high", "at most", operator.le),
         ("below", "below", operator.lt),
     ):
-        limit = metadata["bounds"][bound]
+        limit = limits[bound]
         if limit is not None and not holds(value, limit):
             raise JobError(f"must be {word} {limit}, not {value}", key=name)
 

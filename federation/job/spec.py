@@ -23,6 +23,7 @@ from federation.job.statistics_job import StatisticsSpec
 from federation.job.storage_job import StorageSpec
 
 MAX_ROUNDS = 10**9
+LEARNT = "learnt"  # Of ``schedule.grace``.
 GOOD_SHARE = 0.97  # Of its time that a site trains, where machines are dear.
 _ROUNDING = 1e-9  # 1.1 times 10 is 11, and a little more in float64.
 DEFAULT_CLIP_NORM = 10.0  # of an update under secure aggregation
@@ -481,8 +482,9 @@ class ScheduleSpec:
         minimum_sites: Quorum: with fewer answers the round is lost and the weights do
             not change. All sites by default.
         grace: Once the quorum has answered, a round waits for the others only this part
-            of the time that it has taken so far, and at least a second. Default: until
-            the deadline.
+            of the time that it has taken so far, and at least a second. `learnt`: it
+            waits until each of them has had half as long again as it usually takes, in
+            virtual time or deployed. Default: until the deadline.
         max_lost_rounds: The run stops after this many lost rounds in a row.
         sites_per_round: Number of sites that a round needs, of those that `sampling`
             draws for it; all by default.
@@ -527,7 +529,7 @@ class ScheduleSpec:
     groups: tuple[tuple[str, ...], ...] = ()
     round_deadline_seconds: float = key(default=600.0, above=0.0)
     minimum_sites: int | None = key(default=None, low=1)
-    grace: float | None = key(default=None, low=0.0)
+    grace: float | str | None = key(default=None, low=0.0, choices=(LEARNT,))
     max_lost_rounds: int = key(default=3, low=1)
     sites_per_round: int | None = key(default=None, low=1)
     sampling: str = key(default="uniform")

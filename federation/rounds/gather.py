@@ -317,7 +317,7 @@ class PlainGather:
                 rounds=job.rounds,
                 cohort=record.cohort,
                 open=self._dispatcher.open,
-                begin=record.clock.monotonic(),
+                patience=record.patience,
             ),
             write=lambda sites: round_tasks(record, sites=sites, held=self._held),
             tally=record,

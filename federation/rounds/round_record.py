@@ -37,9 +37,11 @@ from federation.rounds.round_sums import RoundSums
 from federation.rounds.round_verdicts import RoundVerdicts
 from federation.vectors import Layout, Words
 
-# They precede a round only where there are no keys, as after a restart.
 # Of a site that is not there.
 _ABSENT = frozenset({FailureKind.DISCONNECTED, FailureKind.UNREACHABLE})
+# Of an answer that comes when nobody waits for it any more.
+_TOO_LATE = frozenset({FailureKind.LATE, FailureKind.SURPLUS})
+# They precede a round only where there are no keys, as after a restart.
 _SETUP = frozenset(
     (SecureStep.COMMIT, SecureStep.DRAW, SecureStep.ADVERTISE, SecureStep.CONFIRM)
 )
@@ -80,6 +82,9 @@ class RoundRecord:
             that were sent for it.
         surplus: Those of them whose answers nobody needs.
         late: For how many seconds each site that missed the deadline was waited for.
+        overdue: What answers took that came too late, by site and round.
+        patience: For how many seconds the round waits for a site; see
+            ``federation.rounds.schedule.ScheduleView``.
         is_usual: Whether it exchanges what most rounds do. Those that set up keys, or
             have no scale of the levels yet, take longer for as many steps.
     """
@@ -104,6 +109,8 @@ class RoundRecord:
     withdrawn: dict[SiteId, int] = field(init=False, default_factory=dict)
     surplus: set[SiteId] = field(init=False, default_factory=set)
     late: dict[SiteId, float] = field(init=False, default_factory=dict)
+    overdue: dict[tuple[SiteId, int], float] = field(init=False, default_factory=dict)
+    patience: dict[SiteId, float] = field(init=False, default_factory=dict)
     is_usual: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
@@ -177,9 +184,15 @@ class RoundRecord:
         ):
             since = self.sums.start if reply is None else reply.asked_seconds
             self.late[failure.site] = self.clock.monotonic() - since
+        elif reply is not None and failure.kind in _TOO_LATE:
+            self._note_overdue(reply)
         bytes_down = 0 if reply else self.withdrawn.pop(failure.site, 0)
         self.sums.bytes_down += bytes_down
         self.events.failed(failure, reply, bytes_down=bytes_down)
+
+    def _note_overdue(self, reply: Reply) -> None:
+        about = reply.message.site, reply.message.round_index
+        self.overdue[about] = reply.answered_seconds - reply.asked_seconds
 
     @property
     def num_usable(self) -> int:
@@ -189,6 +202,10 @@ class RoundRecord:
     def is_usable(self, site: SiteId) -> bool:
         """Whether an answer of a site is among them."""
         return site in self.verdicts.answered and site not in self.pending
+
+    def num_steps_of(self, site: SiteId) -> int:
+        """Local steps of a site; 0 where the aggregator does not choose them."""
+        return len(self.steps_of.get(site, self.steps) or ())
 
     def give_up(self, site: SiteId, bytes_down: int) -> None:
         """Record a task of an earlier round that nobody needs any more."""
@@ -217,12 +234,11 @@ class RoundRecord:
             self._evaluation_replies[update.site] = reply
             return  # In training the reply would keep a whole update in memory.
         self.sums.add_spent(update.site, update.spent)
-        if steps := self.steps_of.get(update.site):
-            self.times[update.site] = RoundTime(
-                round_index=update.round_index,
-                num_steps=len(steps),
-                seconds=reply.answered_seconds - reply.asked_seconds,
-            )
+        self.times[update.site] = RoundTime(
+            round_index=update.round_index,
+            num_steps=self.num_steps_of(update.site),
+            seconds=reply.answered_seconds - reply.asked_seconds,
+        )
         self.events.answered(update, reply, None)
 
     def revoke(
@@ -308,6 +324,8 @@ class RoundRecord:
             else:
                 if failure.kind in {FailureKind.LEAVING, *_ABSENT}:
                     self._note_leaving(message)
+                if failure.kind is FailureKind.LATE:
+                    self._note_overdue(reply)
                 self.events.failed(failure, reply)
         self.events.step_taken(step.value, counted)
         self.sums.end_phase(step.value)

@@ -153,7 +153,8 @@ class RoundVerdicts:
             here fails in this round, also if its update is in the sum.
         """
         asked_in = self.round_index if round_index is None else round_index
-        if 0 < message.round_index < asked_in:  # Setups have no round.
+        is_overdue = isinstance(message, MaskedUpdate) and message.site in self._overdue
+        if is_overdue or 0 < message.round_index < asked_in:  # Setups have no round.
             text = f"answered round {message.round_index} too late"
             return self.fail_step(message.site, step, text, FailureKind.LATE)
         if isinstance(message, SecureAnswer) and message.step is step:

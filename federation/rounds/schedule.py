@@ -7,7 +7,7 @@ says what to do next. ``Dispatcher`` does it. The synchronous round of FedAvg is
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
 from typing import Protocol
@@ -60,7 +60,10 @@ class ScheduleView:
         rounds: How many the job has.
         cohort: Sites that may be sent work in this round.
         open: Tasks without an answer, also of rounds before.
-        begin: When the round began, on the monotonic clock.
+        begin: When the tasks of the round were sent, on the monotonic clock.
+        patience: For how many seconds from then on a round whose quorum has answered
+            waits for a site, where deadlines are learnt; 0 for no longer than for the
+            others, and until the grid gives it up for sites that are not in it.
         buffered: Says how many updates count by now, where sums tell: some of a sum may
             have come before, or never. By default each answer that counts is one.
     """
@@ -70,6 +73,7 @@ class ScheduleView:
     cohort: Sequence[SiteId]
     open: Collection[OpenTask]
     begin: float = 0.0
+    patience: Mapping[SiteId, float] = field(default_factory=dict)
     buffered: Callable[[], int] | None = None
 
 
@@ -112,11 +116,13 @@ Action = Send | Wait | Apply | Done
 
 # Seconds: answers of equal sites differ by as much where a round takes no time.
 _LEAST_GRACE = 1.0
+_LEARNT_GRACE = 0.5
 
 
-def grace_seconds(grace: float, took: float) -> float:
-    """How long to wait for late sites after what took the others so many seconds."""
-    return max(_LEAST_GRACE, grace * took)
+def grace_seconds(grace: float | str, took: float) -> float:
+    """How long to wait for what is late after so many seconds."""
+    part = _LEARNT_GRACE if isinstance(grace, str) else grace
+    return max(_LEAST_GRACE, part * took)
 
 
 class Schedule(Protocol):
@@ -147,19 +153,21 @@ class Barrier:
 
     With a grace it waits for late sites only a while after the quorum: the adaptive
     grace window of Decoupled DiLoCo (arXiv:2604.21428). The sites that answer set the
-    pace, so that one frozen site holds up no round for a whole deadline.
+    pace, so that one frozen site holds up no round for a whole deadline. Where
+    deadlines are learnt, each site sets its own: see ``aggregator.methods.site_times``.
 
     Attributes:
         quorum: Answers after which the others are late.
-        grace: How much longer to wait for them, as a part of what the quorum took; None
-            to wait until the grid gives them up.
+        grace: How much longer to wait for them, as a part of what the quorum took;
+            ``learnt`` for the view's ``patience``; None to wait until the grid gives
+            them up.
         enough: Answers after which none of the others is waited for; None for all. With
             more sites asked than that, this is the over-selection of Bonawitz et al.
             2019, arXiv:1902.01046, section 4.3.
     """
 
     quorum: int = 0
-    grace: float | None = None
+    grace: float | str | None = None
     enough: int | None = None
 
     def next(self, state: ScheduleView, inbox: Sequence[Arrival], now: float) -> Action:
@@ -189,11 +197,34 @@ class Barrier:
         reached = next(islice(counted, max(0, self.quorum - 1), None), None)
         if reached is None:
             return None
+        if isinstance(self.grace, str):
+            return _last_deadline(state, inbox, reached)
         return reached + grace_seconds(self.grace, reached - state.begin)
 
     def share(self, staleness: int) -> float:
         """Ignore answers that are based on an older model."""
         return 0.0 if staleness else 1.0
+
+
+def _last_deadline(
+    state: ScheduleView, inbox: Sequence[Arrival], reached: float
+) -> float | None:
+    """When the learnt deadlines of all open tasks are over; None if one has none.
+
+    If all who answered took longer than their own, the round is slow for everybody, as
+    one of more steps: then the others have as many times longer.
+    """
+    known = state.patience
+    if any(task.site not in known for task in state.open):
+        return None
+    parts = [
+        (arrival.seconds - state.begin) / given
+        for arrival in inbox
+        if arrival.counts and (given := known.get(arrival.task.site))
+    ]
+    longest = max(known[task.site] for task in state.open)
+    end = state.begin + longest * max(1.0, min(parts, default=1.0))
+    return max(end, reached + _LEAST_GRACE)
 
 
 BARRIER = Barrier()
@@ -353,6 +384,8 @@ class Dispatcher:
                 action = schedule.next(state, inbox, now())
                 if isinstance(action, Send):
                     self.send(write(action.sites))
+                    # Not before: sending may wait for sites that are away.
+                    state = replace(state, begin=now())
                 elif isinstance(action, Wait):
                     replies = self._received(action.until, inbox, now)
                     yield from self._passed_on(replies, inbox, tally, now)

@@ -29,6 +29,7 @@ from federation.messages import (
 )
 from federation.rounds.coordinator import run_federation
 from federation.rounds.gather import PlainGather
+from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import (
     BARRIER,
     Action,
@@ -36,6 +37,7 @@ from federation.rounds.schedule import (
     Arrival,
     Barrier,
     Buffered,
+    Dispatcher,
     Done,
     OpenTask,
     Schedule,
@@ -155,11 +157,56 @@ def test_barrier_gives_late_sites_up_some_time_after_the_quorum():
     assert at(101.0, *quick) == Wait(pytest.approx(101.2))
 
 
+def learnt(
+    now: float, known: Mapping[SiteId, float], *counted: tuple[SiteId, float]
+) -> Action:
+    """What a barrier with learnt deadlines says of a round that began at 100 s."""
+    done = {site for site, _ in counted}
+    view = ScheduleView(
+        round_index=1,
+        rounds=2,
+        cohort=toy.SITES,
+        open=[OpenTask(site, 1, 0, 0) for site in toy.SITES if site not in done],
+        begin=100.0,
+        patience=known,
+    )
+    inbox = [
+        Arrival(OpenTask(site, 1, 0, 0), counts=True, seconds=at)
+        for site, at in counted
+    ]
+    return Barrier(quorum=1, grace="learnt").next(view, inbox, now)
+
+
+def test_barrier_waits_for_each_site_until_its_own_learnt_deadline():
+    known = {A: 20.0, B: 30.0, C: 60.0}
+    assert learnt(1e9, known) == Wait(), "there is no quorum"
+    assert learnt(101.0, known, (A, 101.0)) == Wait(160.0)
+    assert learnt(101.0, known, (A, 101.0), (C, 101.0)) == Wait(130.0)
+    assert learnt(130.0, known, (A, 101.0), (C, 101.0)) == Apply(gives_up=True)
+
+
+def test_barrier_gives_the_rest_of_a_quorum_a_second_whatever_was_learnt():
+    known = {A: 20.0, B: 3.0, C: 0.0}
+    assert learnt(110.0, known, (A, 110.0)) == Wait(111.0)
+
+
+def test_learnt_deadline_of_a_site_that_is_not_known_is_that_of_the_grid():
+    assert learnt(1e9, {A: 20.0, B: 30.0}, (A, 101.0)) == Wait()
+
+
+def test_learnt_deadlines_follow_a_round_that_is_slow_for_all_who_answer():
+    """One that evaluates, say; a single slow site moves none."""
+    known = {A: 20.0, B: 30.0, C: 40.0}
+    assert learnt(160.0, known, (A, 160.0), (B, 175.0)) == Wait(200.0)
+    assert learnt(125.0, known, (A, 160.0), (B, 120.0)) == Wait(161.0)
+
+
 @pytest.mark.parametrize(
     ("schedule", "may_be"),
     [
         ({}, True),
         ({"minimum_sites": 2, "grace": 0.0}, False),
+        ({"minimum_sites": 2, "grace": "learnt"}, False),
         ({"mode": "buffered"}, False),
     ],
 )
@@ -207,6 +254,62 @@ class Pacing(ScriptedGrid):
         """Forget the answers."""
         self._due = [one for one in self._due if one[1].task_id not in {*task_ids}]
         return super().withdraw(task_ids)
+
+
+class Slow(Pacing):
+    """Waits for a site that has just gone before it sends anything."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        """Move this clock, too."""
+        super().__init__()
+        self.clock = clock
+
+    def send(
+        self, tasks: Sequence[Task], *, deadline_seconds: float
+    ) -> Sequence[TaskId]:
+        """Wait first."""
+        self.clock.sleep(30.0)
+        return super().send(tasks, deadline_seconds=deadline_seconds)
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        """Take the next answer, or none in time."""
+        if timeout_seconds is not None and self._due[0][0] > self.now + timeout_seconds:
+            self.clock.sleep(timeout_seconds)
+            return deque()
+        before = self.now
+        replies = super().receive()
+        self.clock.sleep(self.now - before)
+        return replies
+
+
+def test_learnt_deadline_counts_from_when_tasks_were_sent():
+    clock = VirtualClock()
+    run = toy.Toy(job=toy.job({"rounds": 1}), clock=clock)
+    dispatcher = Dispatcher(Slow(clock), deadline_seconds=600.0)
+    record = RoundRecord(
+        job=run.job,
+        run_id=toy.RUN,
+        state=toy.initial_state(run.job),
+        cohort=toy.SITES,
+        layout=toy.LAYOUT,
+        clock=clock,
+        emit=run.events.append,
+    )
+    known = dict.fromkeys(toy.SITES, 3.0)
+    replies = dispatcher.replies(
+        Barrier(quorum=1, grace="learnt"),
+        ScheduleView(
+            round_index=1,
+            rounds=1,
+            cohort=toy.SITES,
+            open=dispatcher.open,
+            patience=known,
+        ),
+        write=lambda sites: [toy.task(site) for site in sites],
+        tally=record,
+        now=clock.monotonic,
+    )
+    assert [update.site for update, _ in record.sound(replies, SiteUpdate)] == [A, B, C]
 
 
 def answer(task: RoundTask) -> SiteMessage:

@@ -37,6 +37,7 @@ pytestmark = pytest.mark.slow
 
 SITES = [f"site-{i}" for i in range(4)]
 RATES = dict(zip(SITES, (25.0, 100.0, 100.0, 50.0), strict=True))
+CAPACITY = {"schedule": {"allocation": "capacity"}}
 BUFFERED = {"schedule": {"mode": "buffered", "buffer_size": 2}}
 
 
@@ -364,6 +365,129 @@ def test_round_waits_for_a_late_site_only_as_long_as_the_grace(quorum: dict[str,
     assert [(e.site, e.kind) for e in late] == [("site-3", "deadline")]
 
 
+def regular(*tables: dict[str, Any], quorum: int = 2) -> JobSpec:
+    """Sites that need 9.6, 9.6, 4.8 and 2.4 s for a round, as in 1:1:2:4."""
+    rates = dict(zip(SITES, (20.0, 20.0, 40.0, 80.0), strict=True))
+    base: dict[str, Any] = {
+        "rounds": 30,
+        "evaluation": {"every": 0},
+        "training": {"local_steps": 24},
+        "schedule": {"minimum_sites": quorum, "grace": "learnt"},
+        "simulation": {
+            "machines": [
+                {"site": site, "examples_per_second": rate}
+                for site, rate in rates.items()
+            ]
+        },
+    }
+    return job_of(base, *tables)
+
+
+def times_of(events: Sequence[Event]) -> list[float]:
+    return [round(event.seconds, 1) for event in of(RoundFinished, events)]
+
+
+def rounds_of(site: str, events: Sequence[Event]) -> list[int]:
+    return [e.round_index for e in of(SiteAnswered, events) if e.site == site]
+
+
+def test_learnt_deadlines_leave_no_site_out_that_is_slow_in_every_round():
+    part = told(regular({"schedule": {"grace": 0.25}}))
+    assert {len(rounds_of(site, part)) for site in SITES[:2]} == {0}
+    learnt = told(regular())
+    assert {len(rounds_of(site, learnt)) for site in SITES} == {30}
+    assert set(times_of(learnt)) == {9.6}
+
+
+STALLS = {"kind": "hang", "seconds": 60.0, "every": 15}
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"privacy": {"secure_aggregation": {"enabled": True, "threshold": 3}}},
+        {
+            "privacy": {
+                "differential_privacy": {"unit": "record", "target_epsilon": 50.0}
+            },
+            "simulation": {"vouch_for_sources": True},
+        },
+    ],
+    ids=["in the clear", "in secret", "private"],
+)
+@pytest.mark.parametrize("site", ["site-0", "site-3"])
+def test_stall_of_a_site_costs_others_half_of_its_usual_time(
+    site: str, tables: dict[str, Any]
+):
+    stall = {"simulation": {"faults": [{"site": site, **STALLS}]}}
+    quorum = {"aggregation": {"weights": "uniform"}}
+    events = told(regular(stall, tables, quorum, quorum=3))
+    most = 9.6 * 1.5 if site == "site-0" else 9.6 + 1.0
+    assert max(times_of(events)) == pytest.approx(most, rel=0.02)
+    for other in set(SITES) - {site}:
+        assert len(rounds_of(other, events)) == 30
+    found = rounds_of(site, events)
+    first = next(index for index in found if index > 15)
+    assert found == [*range(1, 15), *range(first, 30)], "it counts again for good"
+    assert first <= 23
+    late = [e for e in of(SiteFailed, events) if e.kind == "deadline"]
+    assert {e.site for e in late} == {site}
+    assert max(fold(events).participation.waited, key=lambda s: s == site) == site
+    again = told(regular(stall, tables, quorum, quorum=3))
+    assert times_of(again) == times_of(events)
+
+
+def test_resumed_run_has_not_forgotten_its_deadlines(tmp_path: Path):
+    stall = {"site": "site-0", "kind": "hang", "seconds": 60.0, "rounds": [6]}
+    job = regular({"rounds": 8, "simulation": {"faults": [stall]}})
+    done = 0
+
+    def count(event: Event) -> None:
+        nonlocal done
+        done += isinstance(event, RoundFinished)
+
+    told_by(job, tmp_path / "run", count, stop=lambda: done >= 5)
+    events = told_by(job, tmp_path / "run", count, resume=True)
+    assert times_of(events)[0] == pytest.approx(14.4)
+
+
+@pytest.mark.parametrize("more", [{}, CAPACITY], ids=["static", "capacity"])
+def test_site_that_stays_slower_counts_again_after_two_late_answers(
+    more: dict[str, Any],
+):
+    slow = {"site": "site-0", "kind": "hang", "seconds": 28.8}
+    slow["rounds"] = [*range(10, 31)]
+    events = told(regular({"simulation": {"faults": [slow]}}, more, quorum=3))
+    found = rounds_of("site-0", events)
+    first = next(index for index in found if index >= 10)
+    assert first <= 22
+    assert found == [*range(1, 10), *range(first, 31)]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"sites_per_round": 3, "minimum_sites": 2},
+        {"sites_per_round": 2, "over_selection": 1.5, "minimum_sites": 1},
+        {"sites_per_round": 3, "sampling": "fair", "minimum_sites": 2},
+        {"replicas": [["site-0", "site-1"]]},
+    ],
+)
+def test_learnt_deadlines_go_with_what_a_grace_goes_with(schedule: dict[str, Any]):
+    job = regular({"schedule": schedule})
+    events = told(job)
+    assert {e.status for e in of(RoundFinished, events)} == {"completed"}
+    assert not [e for e in of(SiteFailed, events) if e.kind == "deadline"]
+    assert times_of(told(job)) == times_of(events)
+
+
+def test_deadlines_are_learnt_only_where_time_is_measured():
+    with pytest.raises(JobError, match="virtual time") as caught:
+        simulate(regular())
+    assert caught.value.key == "schedule.grace"
+
+
 def test_bytes_of_a_task_that_was_given_up_count_whether_or_not_it_is_answered():
     tables = {
         "rounds": 12,
@@ -381,7 +505,6 @@ def test_bytes_of_a_task_that_was_given_up_count_whether_or_not_it_is_answered()
     assert down == 12 * len(SITES) * sizes.pop()
 
 
-CAPACITY = {"schedule": {"allocation": "capacity"}}
 EIGHT = {"training": {"local_steps": 8}, "evaluation": {"every": 0}}
 
 

@@ -1,6 +1,6 @@
 """More local steps at faster sites."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ import pytest
 from support import toy
 from support.scripted_grid import reply_to
 
-from aggregator.methods import capacity
+from aggregator.methods import capacity, site_times
 from aggregator.methods.capacity import Capacity, allocate
 from aggregator.methods.chosen_steps import Pace
 from federation.clock import VirtualClock
@@ -49,6 +49,14 @@ def took(
         seconds=seconds,
         train_seconds=train_seconds,
     )
+
+
+def noted(before: Sequence[RoundTime], time: RoundTime) -> tuple[RoundTime, ...]:
+    """What a run knows of site A after one more round."""
+    job = job_of()
+    record = opened(job, replace(toy.initial_state(job), site_times={A: (*before,)}))
+    record.times[A] = time
+    return site_times.SiteTimes(job).after_round(record.state, record).site_times[A]
 
 
 def opened(job: JobSpec, state: RunState | None = None) -> RoundRecord:
@@ -151,8 +159,8 @@ def test_late_site_gets_less_work_and_absent_one_does_not():
     guest.before_round_(record)
     assert {len(steps) for steps in record.steps_of.values()} == {5}
     record.late[C] = 8.0
-    after = guest.after_round(record.state, record)
-    assert [time.seconds for time in after.site_times[C]] == [16.0]
+    after = site_times.SiteTimes(job).after_round(record.state, record)
+    assert capacity._pace(after.site_times[C]) == Pace(3.2, 0.0)
     assert after.site_times.keys() == {C}
     known = replace(after, site_times={**after.site_times, A: (took(20, 2.0, 2.0),)})
     second = opened(job, replace(known, round_index=1))
@@ -191,13 +199,13 @@ def test_late_task_of_a_buffer_counts_from_when_it_was_sent():
 
 def test_claimed_time_is_no_longer_than_the_answer_took():
     for claim in (float("nan"), float("inf"), -1.0, 0.0, 3.0):
-        (time,) = capacity._noted((), took(5, 2.0, claim))
+        (time,) = noted((), took(5, 2.0, claim))
         assert time.train_seconds == 2.0
-    (time,) = capacity._noted((), took(5, 2.0, 1.5))
+    (time,) = noted((), took(5, 2.0, 1.5))
     assert time.train_seconds == 1.5
     for claim, left in ((float("nan"), 2.0), (float("inf"), 0.0), (-1.0, 2.0)):
         claimed = replace(took(5, 2.0, 1.5), evaluate_seconds=claim)
-        (time,) = capacity._noted((), claimed)
+        (time,) = noted((), claimed)
         assert time.seconds == left
         assert time.train_seconds == min(left, 1.5)
 
@@ -205,11 +213,11 @@ def test_claimed_time_is_no_longer_than_the_answer_took():
 def test_evaluation_counts_in_the_rounds_that_evaluate():
     """The first of three did; or the others would take it for waiting."""
     first = replace(took(5, 5.5, 2.0), evaluate_seconds=3.0)
-    times = capacity._noted((), first)
+    times = noted((), first)
     for _ in range(2):
         assert capacity._pace(times) == Pace(0.4, 0.5)
         assert capacity._pace(times, evaluates=True) == Pace(0.4, 3.5)
-        times = capacity._noted(times, took(5, 2.5, 2.0))
+        times = noted(times, took(5, 2.5, 2.0))
     job = toy.job(
         {
             "training": {"local_steps": 20},
@@ -217,7 +225,7 @@ def test_evaluation_counts_in_the_rounds_that_evaluate():
             "evaluation": {"every": 2},
         }
     )
-    known = {A: times, B: times, C: capacity._noted((), took(5, 2.5, 2.0))}
+    known = {A: times, B: times, C: noted((), took(5, 2.5, 2.0))}
     state = replace(toy.initial_state(job), site_times=known)
     steps = dict[bool, int]()
     for index in (8, 9):

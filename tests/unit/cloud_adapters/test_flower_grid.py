@@ -721,18 +721,22 @@ def test_node_that_does_not_come_back_delays_one_round_only(
 
 
 @pytest.mark.parametrize(
-    ("quorum", "silent", "seconds"),
-    [(2, [20], (2.0, 5.0)), (2, [10, 20], (600.0, 610.0))],
+    ("grace", "silent", "seconds"),
+    [
+        (1 / 12, [20], (2.0, 5.0)),
+        (1 / 12, [10, 20], (600.0, 610.0)),
+        ("learnt", [20], (14.0, 18.0)),
+    ],
 )
 def test_grace_bounds_the_wait_for_a_frozen_site_if_a_quorum_is_there(
     beating: Beating,
     clock: VirtualClock,
-    quorum: int,
+    grace: float | str,
     silent: list[int],
     seconds: tuple[float, float],
 ):
     """It is a part of the last round, here of 30 s; and the site is asked again."""
-    grid = make_grid(beating, clock, handshake=NamesRead(), quorum=quorum, grace=1 / 12)
+    grid = make_grid(beating, clock, handshake=NamesRead(), quorum=2, grace=grace)
     exchange(grid)
     for node in silent:
         stop_beating(beating, clock, node)

@@ -247,6 +247,36 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "schedule.grace",
         "has no effect, since a round needs all its sites: set minimum_sites",
     ),
+    "grace that is another word": (
+        {"schedule": {"minimum_sites": 2, "grace": "learned"}},
+        "schedule.grace",
+        "'learned' is not a choice; did you mean 'learnt'? choose learnt or a number",
+    ),
+    "grace that is a number in quotes": (
+        {"schedule": {"minimum_sites": 2, "grace": "0.25"}},
+        "schedule.grace",
+        "choose learnt or a number",
+    ),
+    "grace below zero": (
+        {"schedule": {"minimum_sites": 2, "grace": -0.5}},
+        "schedule.grace",
+        "must be at least 0",
+    ),
+    "grace that is no number": (
+        {"schedule": {"minimum_sites": 2, "grace": float("nan")}},
+        "schedule.grace",
+        "must be a finite number",
+    ),
+    "grace of another type": (
+        {"schedule": {"minimum_sites": 2, "grace": True}},
+        "schedule.grace",
+        "must be a number",
+    ),
+    "learnt grace where all sites must answer": (
+        {"schedule": {"grace": "learnt"}},
+        "schedule.grace",
+        "has no effect, since a round needs all its sites",
+    ),
     "fewer steps at most than on average": (
         {"schedule": {"allocation": "capacity", "max_local_steps": 2}}
         | {"training": {"local_steps": 3}},

@@ -117,6 +117,18 @@ def test_answer_to_an_earlier_round_is_late_in_a_step():
     assert failed[0].message == "survivors: answered round 1 too late"
 
 
+def test_late_answer_to_this_round_is_late_in_a_step():
+    """The others have begun to open the sum; it still shows what the site takes."""
+    record, told = opened()
+    assert not [*record.sound([], MaskedUpdate)]
+    late = reply_to(toy.masked(SITE), asked_seconds=1.0, answered_seconds=9.0)
+    record.take_step(SecureStep.SURVIVORS, [late], keep)
+    *missed, failed = of_kind(told, SiteFailed)
+    assert {event.kind for event in missed} == {FailureKind.DEADLINE}
+    assert (failed.site, failed.kind) == (SITE, FailureKind.LATE)
+    assert record.overdue == {(SITE, 1): 8.0}
+
+
 def test_round_total_is_the_sum_of_its_events():
     """Steps, masked updates and failures make up what the round's line says."""
     record, told = opened()
