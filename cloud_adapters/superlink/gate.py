@@ -24,6 +24,7 @@ from fastapi import HTTPException
 from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import Session
 
+from cloud_adapters.flower import site as flower_site
 from cloud_adapters.flower.private.messages import KEEPS_CONTENT
 from cloud_adapters.flower.private.superlink import (
     SUPERLINK_NODE_ID,
@@ -65,7 +66,7 @@ CREATE TABLE IF NOT EXISTS crossfed_answers (
 """
 
 _WAITING = (
-    "SELECT DISTINCT a.message_id, a.question_id, o.object_id IS NULL, "
+    "SELECT DISTINCT a.message_id, a.question_id, a.run_id, o.object_id IS NULL, "
     "i.created_at + i.ttl FROM crossfed_answers a "
     "LEFT JOIN objects o ON o.object_id = a.message_id "
     "LEFT JOIN message_ins i ON i.message_id = a.question_id "
@@ -157,8 +158,8 @@ class Gate:
         ) -> PushMessagesResponse:
             size = request.ByteSize()
             with _session(state) as session:
-                _tidy(session, state, request.node.node_id)
                 _check_name(session, request)
+                _tidy(session, state, request)
                 tree = request.message_object_trees[0]
                 size += OBJECT_BYTES * sum(1 for _ in iterate_object_tree(tree))
                 self._check_sessions(session, request)
@@ -344,14 +345,23 @@ def _note(
     )
 
 
-def _tidy(session: Session, state: LinkState, node_id: int) -> None:
+def _tidy(session: Session, state: LinkState, request: PushMessagesRequest) -> None:
     """Forget a node's answers that were collected, and delete those that came too late.
 
-    Flower keeps both until the run ends.
+    Flower keeps both until the run ends. It deletes a question as soon as the run has
+    the envelope of an answer, whose parts may be on their way until the site answers
+    another task of the run. A word about a question is no such answer.
     """
-    rows = session.execute(text(_WAITING), {"node": uint64_to_int64(node_id)}).all()
-    for message, question, is_collected, until in rows:
-        if not is_collected and until is not None and until > now().timestamp():
+    metadata = request.messages_list[0].metadata
+    is_word = metadata.message_type == flower_site.PROBE
+    node = uint64_to_int64(request.node.node_id)
+    for message, question, run, is_collected, until in session.execute(
+        text(_WAITING), {"node": node}
+    ).all():
+        is_open = until is not None and until > now().timestamp()
+        if until is None:
+            is_open = is_word or run != uint64_to_int64(metadata.run_id)
+        if not is_collected and is_open:
             continue
         if not is_collected and KEEPS_CONTENT:
             state.object_store.delete(message)

@@ -11,7 +11,7 @@ import signal
 import sqlite3
 import zlib
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -310,6 +310,30 @@ def test_a_whole_answer_is_taken(place: Place):
     assert found == {"error": None, "right": False}
 
 
+@pytest.mark.parametrize("next_push", ["a word", "an answer"])
+def test_run_has_the_envelope_of_an_answer_before_its_parts(
+    place: Place, next_push: str
+):
+    """They come until the site answers something else; a word on a probe is nothing."""
+    question, other = (
+        place.server.ask("push_query", node=place.hostile, size=8) for _ in range(2)
+    )
+    kind = flower_site.PROBE if next_push == "a word" else "query"
+    pushed_meanwhile: list[Pushed] = []
+
+    def meanwhile() -> None:
+        look = {"function": "support.lossy_app:look", "message": question}
+        assert place.server.ask("call", **look) == 0
+        reply = _reply(place, other, b"meanwhile", kind=kind)
+        pushed_meanwhile.append(_push(place, reply))
+
+    answer = _reply(place, question, b"an answer")
+    pushed = _push(place, answer, meanwhile=meanwhile)
+    assert pushed_meanwhile[0].status == 200
+    status = 200 if next_push == "a word" else 409
+    assert set(pushed.objects) == {status}
+
+
 def test_answer_beyond_its_limit(place: Place):
     """120 parts of 5 MiB, before any round: what is stored stays below the limit."""
     question = place.server.ask("push_query", node=place.hostile, size=8)
@@ -372,12 +396,13 @@ def _reply(
     node: int | None = None,
     to: int = 1,
     parts: bool = False,
+    kind: str = "query",
 ) -> Message:
     """Make an answer as a node does; ``to`` somebody, in somebody's name."""
     node = place.hostile if node is None else node
     TaskIdentity.run_id, TaskIdentity.node_id = place.server._run, node
     TaskIdentity.task_id = 0
-    asked = Message(RecordDict(), node, "query")
+    asked = Message(RecordDict(), node, kind)
     asked.metadata.__dict__.update(_src_node_id=1, _message_id=question or "none")
     record = flower_site.pack_bytes(content)
     if parts:
@@ -396,8 +421,9 @@ def _push(
     *,
     only_announce: bool = False,
     session: str | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Pushed:
-    """Push a message with the hostile site's own keys."""
+    """Push a message with the hostile site's own keys; parts after ``meanwhile``."""
     with no_object_id_recompute():
         objects, tree = get_all_nested_objects(message), get_object_tree(message)
     me = Node(node_id=place.hostile)
@@ -411,6 +437,7 @@ def _push(
     if taken.status_code != 200 or only_announce:
         return made
     found = fleet_pb2.PushMessagesResponse.FromString(taken.content)
+    meanwhile()
     for name in found.objects_to_push:
         piece = message_pb2.PushObjectRequest(
             node=me,
