@@ -38,8 +38,10 @@ class VirtualRun:
 
     @cached_property
     def answers(self) -> list[SiteAnswered]:
-        """Updates that counted."""
-        return [event for event in self.events if isinstance(event, SiteAnswered)]
+        """Updates that counted: those of a lost round do not."""
+        made = {one.round_index for one in self.rounds if one.status == "completed"}
+        answers = (event for event in self.events if isinstance(event, SiteAnswered))
+        return [answer for answer in answers if answer.round_index in made]
 
     @cached_property
     def rounds(self) -> list[RoundFinished]:
@@ -122,11 +124,28 @@ class VirtualRun:
         return statistics.fmean(self.trains.values())
 
 
-def run(job: JobSpec, folder: Path | None = None) -> VirtualRun:
-    """Run a job in virtual time, and keep the run if there is a folder for it."""
+def run(
+    job: JobSpec, folder: Path | None = None, *, steps: int | None = None
+) -> VirtualRun:
+    """Run a job in virtual time.
+
+    Args:
+        job: What to run.
+        folder: Where to keep the run.
+        steps: Local steps that count, after which it ends; None for all rounds.
+    """
     events: list[Event] = []
+
+    def is_enough() -> bool:
+        return steps is not None and VirtualRun(job, tuple(events)).steps >= steps
+
     simulate(
-        job, engine="virtual", folder=folder, listeners=[events.append], report=False
+        job,
+        engine="virtual",
+        folder=folder,
+        listeners=[events.append],
+        stop_requested=is_enough,
+        report=False,
     )
     return VirtualRun(job, tuple(events))
 

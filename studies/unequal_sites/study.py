@@ -1,27 +1,29 @@
 """Sites of different speed: time and loss of the ways to schedule them.
 
-In virtual time, with real training of a linear model on handwritten digits. All ways of
-a case take the same number of local steps, so that final losses can be compared::
+In virtual time, with real training of a linear model on handwritten digits. Each run
+ends with the round in which as many local steps have counted as in static rounds of all
+sites, so that times, dollars and losses can be compared::
 
     python studies/unequal_sites/study.py             # all of it, 5 seeds
     python studies/unequal_sites/study.py --parts ways --seeds 1 --rounds 6
     python studies/unequal_sites/study.py --table     # runs nothing
 
 ``ways``: four sites, six ways, with data alike and unlike, one that comes and goes, and
-one that stalls; also the time until the loss that static has after 90 % of its rounds.
+one that stalls, which also have the ways of ``TROUBLED``. The time to the loss that
+static has after 90 % of its rounds is interpolated between the ends of two rounds.
 ``sites``: rounds of 2 to 10,000 sites whose speeds are drawn. ``data``: data that stays
 at four sites, or moves, and when the second is as good.
 
 Rows are JSON lines in `studies/unequal_sites/measured.jsonl` or `--out`; rows in it are
-not run again. Prints tables in Markdown: medians over seeds, and the range of final
-losses; and draws `docs/images/unequal-sites.svg` and `more-sites.svg` below `--to`.
+not run again. Prints tables in Markdown: medians over seeds, and ranges; and draws
+`docs/images/unequal-sites.svg` and `more-sites.svg` below `--to`.
 """
 
 import argparse
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -55,11 +57,17 @@ ALIKE, UNLIKE = 100.0, 0.3  # Of the Dirichlet distribution of classes over site
 AWAY = {"away_share": 0.2, "away_seconds": 2 * STEPS * BATCH / BASE}
 # A site stops for a minute in every tenth of its rounds, and then answers.
 STALLS = {"kind": "hang", "seconds": 60.0, "probability": 0.1}
-_GRACE = {"minimum_sites": 3, "grace": 0.25}
+_QUORUM = {"minimum_sites": 3}
+_GRACE = {**_QUORUM, "grace": 0.25}
+# By default a round needs all sites, for up to ten minutes.
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "static": {},
+    "static, 30 s": {"round_deadline_seconds": 30.0},
+    "static, quorum": _QUORUM,
     "static, grace": _GRACE,
+    "static, learnt": {**_QUORUM, "grace": "learnt"},
     "capacity": {"allocation": "capacity"},
+    "capacity, quorum": {"allocation": "capacity", **_QUORUM},
     "capacity, grace": {"allocation": "capacity", **_GRACE},
     "buffered, 2 updates": {"mode": "buffered", "buffer_size": 2},
     "buffered, capacity": {
@@ -68,6 +76,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
         "allocation": "capacity",
     },
 }
+TROUBLED = ("static, 30 s", "static, quorum", "static, learnt", "capacity, quorum")
+_MOST = 2  # Times the rounds without trouble, after which a way gives up.
 PICTURED = ("1:1:2:4", "1:2:4:8", "1:1:2:4, one comes and goes", "1:1:2:4, one stalls")
 # 19 of 20 sites are within this factor of the median speed.
 SPREAD, MANY = 4.0, (2, 4, 10, 30, 100, 300, 1_000, 10_000)
@@ -111,13 +121,10 @@ def job_of(
 ) -> JobSpec:
     """Describe one run; ``rounds`` is for updates of all sites."""
     sites = [f"site-{index}" for index in range(len(case.speeds))]
-    schedule = dict(WAYS[way])
-    size = schedule.get("buffer_size", len(sites))
-    if case.trouble == "leaves" and size == len(sites):
-        schedule["minimum_sites"] = len(sites) - 1
+    size = WAYS[way].get("buffer_size", len(sites))
     troubled = sites[-2]
     machines = [
-        {"site": site, "examples_per_second": base * speed}
+        {"site": site, "examples_per_second": base * speed, "dollars_per_hour": speed}
         | (AWAY if case.trouble == "leaves" and site == troubled else {})
         for site, speed in zip(sites, case.speeds, strict=True)
     ]
@@ -131,7 +138,7 @@ def job_of(
                 "batch_size": BATCH,
                 "optimizer": {"name": "sgd", "lr": 0.02},
             },
-            "schedule": schedule | {"max_lost_rounds": rounds},
+            "schedule": {**WAYS[way], "max_lost_rounds": _MOST * rounds},
             "sites": [{"name": site} for site in sites],
             "simulation": {"machines": machines, "faults": faults},
         }
@@ -209,6 +216,8 @@ def ways(
     """Yield what decides each row of four sites."""
     for name in cases:
         for way in WAYS:
+            if way in TROUBLED and not CASES[name].trouble:
+                continue
             for seed in range(seeds):
                 yield "ways", {"case": name, "way": way, "seed": seed, "rounds": rounds}
 
@@ -252,35 +261,60 @@ def measured(part: str, decides: Mapping[str, Any], target: float | None) -> Res
             "reached": reached,
             "losses": [stays.loss, moves.loss],
         }
-    case = CASES[decides["case"]]
-    job = job_of(decides["way"], case, rounds=decides["rounds"], seed=decides["seed"])
-    run, losses = run_and_losses(job)
+    case, rounds = CASES[decides["case"]], decides["rounds"]
+    job = job_of(decides["way"], case, rounds=rounds, seed=decides["seed"])
+    never = replace(job.evaluation, every=0)
+    job = replace(job, rounds=_MOST * job.rounds, evaluation=never)
+    work = rounds * len(case.speeds) * STEPS
+    run, losses = run_and_losses(job, work)
+    if run.steps < work:
+        raise ValueError(
+            f"{decides}: {run.steps} of {work} steps counted in all rounds"
+        )
     if target is None:
-        target = losses[math.ceil(TARGET * decides["rounds"])]
-    times = (
-        run.seconds_until(end)
-        for end in run.rounds
-        if losses.get(end.round_index, math.inf) <= target
-    )
+        made = [one for one in run.rounds if one.status == "completed"]
+        target = losses[made[math.ceil(TARGET * rounds) - 1].round_index]
     return {
         "seconds": run.round_seconds,
         "target": target,
-        "reached": next(times, None),
-        "loss": run.loss,
+        "reached": reached_at(run, losses, target),
+        "loss": losses[run.rounds[-1].round_index],
         "steps": run.steps,
         "busy": run.busy,
         "bytes": run.bytes_sent,
+        "dollars": run.dollars,
     }
 
 
-def run_and_losses(job: JobSpec) -> tuple[virtual_runs.VirtualRun, dict[int, float]]:
-    """Run a job, and evaluate the model of each round, which takes no virtual time."""
+def reached_at(
+    run: virtual_runs.VirtualRun, losses: Mapping[int, float], target: float
+) -> float | None:
+    """Find when a loss is reached, in a straight line between two models."""
+    at, loss = 0.0, math.inf
+    for end in run.rounds:
+        after = losses.get(end.round_index, loss)
+        if after <= target:
+            part = (loss - target) / (loss - after) if loss < math.inf else 1.0
+            return at + part * (end.at - at)
+        at, loss = end.at, after
+    return None
+
+
+def run_and_losses(
+    job: JobSpec, steps: int | None = None
+) -> tuple[virtual_runs.VirtualRun, dict[int, float]]:
+    """Run a job, and evaluate the model of each round, which takes no virtual time.
+
+    Args:
+        job: What to run.
+        steps: Local steps that count, after which the run ends.
+    """
     _, held_out = digits()
     assert held_out.targets is not None
     inputs = held_out.inputs.reshape(len(held_out.inputs), -1)
     losses = {}
     with TemporaryDirectory() as place:
-        run = virtual_runs.run(job, Path(place) / "run")
+        run = virtual_runs.run(job, Path(place) / "run", steps=steps)
         for round_index, model in virtual_runs.models(Path(place) / "run"):
             scores = inputs @ model["1.weight"].T + model["1.bias"]
             right = np.take_along_axis(scores, held_out.targets[:, None], axis=1)
@@ -306,30 +340,34 @@ def of_ways(rows: Sequence[Result]) -> Mapping[tuple[str, str], list[Result]]:
 
 
 def tables(rows: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of both tables."""
-    heads = ("Sites", "Way", "Time, of static", "To the target", "Of the bound")
-    yield table_line(*heads, "Training", "Loss", "Steps", "MB")
-    yield table_line(*["---"] * 9)
-    static = static_reached = 0.0
-    for (name, way), found in of_ways(rows).items():
-        seconds = median(one["seconds"] for one in found)
-        times = [one["reached"] for one in found if one["reached"] is not None]
-        reached = median(times) if len(times) == len(found) else math.inf
-        if way == "static":
-            static, static_reached = seconds, reached
-        total = BASE * sum(CASES[name].speeds)
-        bound = median(one["steps"] * BATCH / total for one in found)
-        losses = sorted(one["loss"] for one in found)
+    """Yield the lines of both tables; ratios are of runs with the same seed."""
+    heads = (
+        *("Sites", "Way", "Time, of static", "To the target", "Of quorum's"),
+        *("Time, of the bound", "Loss, of static", "Training", "Steps", "MB", "$"),
+    )
+    yield table_line(*heads)
+    yield table_line(*["---"] * len(heads))
+    found = of_ways(rows)
+    for (name, way), those in found.items():
+        static = found[name, "static"]
+        quorum = found.get((name, "static, quorum"), [])
+        speed = BASE * sum(CASES[name].speeds)
+        bounds = [
+            {"seed": one["seed"], "seconds": one["steps"] * BATCH / speed}
+            for one in those
+        ]
         yield table_line(
             name,
             way,
-            f"{seconds / static:.2f}",
-            f"{reached / static_reached:.2f}" if reached < math.inf else "never",
-            f"{seconds / bound:.2f}",
-            f"{median(one['busy'] for one in found):.0%}",
-            f"{median(losses):.3f} ({losses[0]:.3f} to {losses[-1]:.3f})",
-            f"{median(one['steps'] for one in found):.0f}",
-            f"{median(one['bytes'] for one in found) / 1e6:.1f}",
+            _ratios("seconds", those, static),
+            _ratios("reached", those, static),
+            _ratios("reached", those, quorum),
+            _ratios("seconds", those, bounds),
+            _ratios("loss", those, static, digits=3),
+            f"{median(one['busy'] for one in those):.0%}",
+            f"{median(one['steps'] for one in those):.0f}",
+            f"{median(one['bytes'] for one in those) / 1e6:.1f}",
+            f"{median(one['dollars'] for one in those):.2f}",
         )
     yield ""
     yield table_line("Sites", "Way", "Seconds of a round", "Training")
@@ -337,6 +375,29 @@ def tables(rows: Sequence[Result]) -> Iterator[str]:
     for way, points in by_number(rows).items():
         for number, (seconds, busy) in points.items():
             yield table_line(f"{number}", way, f"{seconds:.2f}", f"{busy:.0%}")
+
+
+def _ratios(
+    key: str, rows: Sequence[Result], base: Sequence[Result], *, digits: int = 2
+) -> str:
+    """Median and range of what rows are of others with the same seed."""
+    if not base or any(one[key] is None for one in base):
+        return "-"
+    if any(one[key] is None for one in rows):
+        return "never"
+    found = of_each(key, rows, base)
+    low, middle, high = (
+        f"{each:.{digits}f}" for each in (found[0], median(found), found[-1])
+    )
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def of_each(
+    key: str, rows: Iterable[Result], base: Iterable[Result]
+) -> Sequence[float]:
+    """What each row is of the other with the same seed, sorted."""
+    others = {one["seed"]: one[key] for one in base}
+    return sorted(one[key] / others[one["seed"]] for one in rows)
 
 
 def of_data(rows: Sequence[Result]) -> Iterator[str]:
@@ -375,9 +436,8 @@ def draw(rows: Sequence[Result], to: Path) -> None:
     ways_ = of_ways(rows)
     for (name, way), found in ways_.items():
         if name in PICTURED:
-            static = median(one["seconds"] for one in ways_[name, "static"])
-            part = 100 * median(one["seconds"] for one in found) / static
-            groups.setdefault(name, {})[way] = part
+            parts = of_each("seconds", found, ways_[name, "static"])
+            groups.setdefault(name, {})[way] = 100 * median(parts)
     lines = {
         way: [(float(number), seconds) for number, (seconds, _) in points.items()]
         for way, points in by_number(rows).items()

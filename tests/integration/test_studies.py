@@ -5,7 +5,7 @@ import json
 import runpy
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from support.commands import ForkServer
 
 from federation.job import job_file
+from federation.job.spec import FaultSpec
 from privacy.secagg.arithmetic.digits import Digits, finest_levels
 
 REPOSITORY = Path(__file__).parents[2]
@@ -181,19 +182,54 @@ def test_study_of_unequal_sites_compares_equal_work(server: ForkServer, tmp_path
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     ways = {row["way"]: row for row in rows if row.get("case") == "1:1:2:4"}
     static, capacity = ways["static"], ways["capacity"]
-    assert capacity["seconds"] < static["seconds"]
-    assert ways.pop("buffered, capacity")["steps"] > 0  # As many as arrive in time.
-    assert {row["steps"] for row in ways.values()} == {4 * 4 * 24}
-    # The last of four rounds is the first beyond 90 %; the product evaluates it too.
-    assert static["target"] == pytest.approx(static["loss"], abs=1e-5)
+    assert capacity["seconds"] < 0.6 * static["seconds"]
+    work = 4 * 4 * 24
+    assert work <= ways.pop("buffered, capacity")["steps"] < work + 2 * 96
+    assert {row["steps"] for row in ways.values()} == {work}
+    # The last of four rounds is the first beyond 90 %.
+    assert static["target"] == static["loss"]
     assert static["reached"] == static["seconds"]
     assert {row["target"] for row in ways.values()} == {static["target"]}
     values = 64 * 10 + 10
     least = 4 * values * 2 * 4 * 4
     assert least < static["bytes"] < 1.5 * least
+    # Dollars an hour are the speeds.
+    assert static["dollars"] == pytest.approx(static["seconds"] * 8 / 3600, rel=1e-4)
+    troubled = {row["way"]: row for row in rows if "goes" in row.get("case", "")}
+    assert set(troubled) - set(ways) == {
+        *("static, 30 s", "static, quorum", "static, learnt", "capacity, quorum"),
+        "buffered, capacity",
+    }
+    assert all(row["steps"] >= work for row in troubled.values())
+    assert troubled["static"]["seconds"] >= troubled["static, quorum"]["seconds"]
     assert {row["sites"] for row in rows if row["part"] == "sites"} == {2, 4}
     assert len([*(tmp_path / "docs/images").iterdir()]) == 2
     assert "1:1:2:4, one comes and goes" in done.stderr
+
+
+def test_study_of_unequal_sites_counts_what_made_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Losses are those of the product, and steps of lost rounds are not work."""
+    monkeypatch.syspath_prepend(REPOSITORY / "studies")
+    study = runpy.run_path(str(REPOSITORY / "studies" / "unequal_sites" / "study.py"))
+    case = study["Case"]((1, 1, 2, 4))
+    job = study["job_of"]("static", case, rounds=4, seed=0)
+    fault = FaultSpec(site="site-3", kind="crash", rounds=(2,))
+    job = replace(job, simulation=replace(job.simulation, faults=(fault,)))
+    run, losses = study["run_and_losses"](job)
+    assert [end.status for end in run.rounds] == [
+        "completed",
+        "lost",
+        *["completed"] * 2,
+    ]
+    assert run.steps == 3 * 4 * 24
+    assert losses[4] == pytest.approx(run.loss, abs=1e-5)
+    # Halfway between the losses of two models is half of the time.
+    target, ends = (losses[1] + losses[3]) / 2, [end.at for end in run.rounds]
+    reached = study["reached_at"](run, losses, target)
+    assert ends[1] < reached == pytest.approx((ends[1] + ends[2]) / 2)
+    assert study["reached_at"](run, losses, 0.0) is None
 
 
 def test_study_of_buffers_shows_that_groups_by_speed_take_less_time(
