@@ -152,7 +152,12 @@ class RoundRecord:
             BeyondCodec: The codec of the way down cannot encode it.
         """
         if self._sent_d is None:
-            words = self.links.whole.encode(self.state.weights_d, seed=self.round_index)
+            weights_d = self.state.weights_d
+            if self.job.buffer_size is not None:
+                # A task may wait at a grid in this process while the memory of older
+                # models is used again.
+                weights_d = weights_d.copy()
+            words = self.links.whole.encode(weights_d, seed=self.round_index)
             self._sent_d = words.view()
             self._sent_d.flags.writeable = False
         return self._sent_d

@@ -9,6 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 from support import toy
+from support.buffered_runs import (
+    FAST,
+    RECORD,
+    SITES,
+    SLOW,
+    STEP_SECONDS,
+    failures,
+    fault,
+    of,
+    tables,
+    told,
+)
 from support.killed_runs import kill_at
 from support.small_jobs import small_job
 from support.without_report import simulate
@@ -24,7 +36,6 @@ from federation.events import (
     RoundFinished,
     RunFinished,
     SiteAnswered,
-    SiteFailed,
     StepTaken,
     Warned,
 )
@@ -38,64 +49,7 @@ from privacy.secagg.protocol.setup import AggregatorSetup
 
 pytestmark = pytest.mark.slow
 
-SITES = [f"site-{i}" for i in range(6)]
-FAST, SLOW = SITES[:3], SITES[3:]
 BUFFERED = {"schedule": {"mode": "buffered", "groups": [FAST, SLOW]}}
-STEP_SECONDS = 24 / 100.0  # Of a task of the fast sites: 24 examples.
-
-
-def tables(*more: dict[str, Any]) -> dict[str, Any]:
-    """A job of two groups with speeds 4:1."""
-    found: dict[str, Any] = {
-        "rounds": 10,
-        "model": {
-            "factory": "clients.models:logistic_regression",
-            "options": {"inputs": 4, "classes": 3},
-        },
-        "training": {"local_steps": 3, "batch_size": 8, "optimizer": {"lr": 0.1}},
-        "evaluation": {"every": 0},
-        "privacy": {"secure_aggregation": {"enabled": True}},
-        "aggregation": {"weights": "uniform"},
-        "simulation": {
-            "machines": [
-                {"site": site, "examples_per_second": 100.0 if site in FAST else 25.0}
-                for site in SITES
-            ]
-        },
-    }
-    for each in more:
-        found = toy.merged(found, each)
-    return {"num_sites": len(SITES), **pruned(found)}
-
-
-def pruned(table: dict[str, Any]) -> dict[str, Any]:
-    """A table without the keys that a change has taken out."""
-    return {
-        key: pruned(value) if isinstance(value, dict) else value
-        for key, value in table.items()
-        if value is not None
-    }
-
-
-def told(*more: dict[str, Any], **how: Any) -> list[Event]:
-    events: list[Event] = []
-    how = {"engine": "virtual", **how}
-    simulate(small_job(**tables(*more)), listeners=[events.append], **how)
-    return events
-
-
-def of(kind: type[Any], events: Sequence[Event]) -> list[Any]:
-    return [event for event in events if isinstance(event, kind)]
-
-
-def failures(events: Sequence[Event]) -> list[SiteFailed]:
-    """Without the tasks that are open when the last model is made."""
-    return [event for event in of(SiteFailed, events) if event.kind != "surplus"]
-
-
-def fault(site: str, kind: str, *rounds: int, **keys: Any) -> dict[str, Any]:
-    one = {"site": site, "kind": kind, "rounds": rounds, **keys}
-    return {"simulation": {"faults": [one]}}
 
 
 def test_groups_go_at_their_own_pace():
@@ -178,6 +132,26 @@ def test_frozen_site_costs_the_other_group_nothing_and_its_sum_counts_when_it_is
     assert late
     assert late[0].staleness >= 8
     assert not failures(events)
+
+
+def test_task_that_arrives_late_has_the_model_that_it_was_written_with():
+    """Several models are made while it is on a slow line."""
+    pairs = [SITES[:2], SITES[2:4], SITES[4:]]
+    machines = [
+        {
+            "site": site,
+            "examples_per_second": 60.0,
+            "latency_seconds": 0.5 if site == "site-5" else 0.0,
+        }
+        for site in SITES
+    ]
+    events = told(
+        RECORD,
+        {"schedule": {"mode": "buffered", "groups": pairs}, "rounds": 30},
+        {"simulation": {"machines": machines}},
+    )
+    assert not failures(events)
+    assert "site-5" in {answer.site for answer in of(SiteAnswered, events)}
 
 
 def test_site_that_fails_loses_its_groups_round_and_no_other():
@@ -268,16 +242,7 @@ def test_killed_run_loses_what_was_open_and_counts_no_sum_twice(
 
 
 def test_each_site_is_charged_for_what_it_begins():
-    record = {
-        "privacy": {
-            "differential_privacy": {
-                "unit": "record",
-                "target_epsilon": 8.0,
-                "clip_norm": 1.0,
-            }
-        }
-    }
-    events = told(BUFFERED, record)
+    events = told(BUFFERED, RECORD)
     newest = {a.site: a.spent for a in of(SiteAnswered, events)}
     counts = Counter(a.site for a in of(SiteAnswered, events))
     assert counts["site-0"] > counts["site-3"]
