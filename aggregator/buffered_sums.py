@@ -58,7 +58,7 @@ from privacy.secagg.protocol.setup import AggregatorSetup
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class Flight:
     """What one group is at.
 
     Attributes:
@@ -115,11 +115,12 @@ class BufferedGroups(GroupGather):
         self.form_groups(named_groups(self.job.schedule.groups))
         deadline_seconds = self.job.schedule.round_deadline_seconds
         self._dispatcher = Dispatcher(self.grid, deadline_seconds=deadline_seconds)
-        self._flights: dict[OpenGroup, _Flight] = {}
+        self._flights: dict[OpenGroup, Flight] = {}
         # Of each site of these the task that it was or will be sent, answered or not.
         self._flying: dict[SiteId, OpenTask] = {}
         # Those who answered before this round, or are asked nothing in it.
         self._early: set[SiteId] = set()
+        self._waiting: Collection[SiteId] = ()  # See ``ScheduleView``; all have tasks.
         self._arrived: list[_Arrived] = []
 
     def update(self, record: RoundRecord, out_d: Vector) -> Vector:
@@ -171,6 +172,28 @@ class BufferedGroups(GroupGather):
     def _fill(self, record: RoundRecord) -> None:
         """Send to groups that are at nothing, and fold answers, until it is enough."""
         self._exchange.note_returns(record)
+        self._note_flying(record)
+        record.verdicts.carry(self._flying.values())
+        replies = self._dispatcher.replies(
+            self.schedule,
+            ScheduleView(
+                round_index=record.round_index,
+                rounds=self.job.rounds,
+                cohort=record.cohort,
+                open=self._dispatcher.open,
+                buffered=self._num_updates,
+                waiting=self._waiting,
+            ),
+            write=lambda sites: self._tasks_for(record, sites),
+            tally=record,
+            now=record.clock.monotonic,
+        )
+        replies = self._going_on(record, replies)
+        self._exchange.fold_replies(record, replies, self._round_of)
+        self._states.settle(record, self._exchange)
+
+    def _note_flying(self, record: RoundRecord) -> None:
+        """Note what this round expects of sites that are at work since earlier ones."""
         busy = {task.site for task in self._dispatcher.open}
         for group, flight in self._flights.items():
             if flight.round is None:
@@ -181,35 +204,18 @@ class BufferedGroups(GroupGather):
             if self._group_of[site] not in self._flights:
                 self._flying.pop(site, None)
         self._early = self._flying.keys() - busy
-        record.verdicts.carry(self._flying.values())
-        replies = self._dispatcher.replies(
-            self.schedule,
-            ScheduleView(
-                round_index=record.round_index,
-                rounds=self.job.rounds,
-                cohort=record.cohort,
-                open=self._dispatcher.open,
-                buffered=self._num_updates,
-            ),
-            write=lambda sites: self._tasks_for(record, sites),
-            tally=record,
-            now=record.clock.monotonic,
-        )
-        replies = self._going_on(record, replies)
-        self._exchange.fold_replies(record, replies, self._round_of)
-        self._states.settle(record, self._exchange)
 
     def _tasks_for(self, record: RoundRecord, sites: Sequence[SiteId]) -> list[Task]:
         """Write what groups get that are at nothing: an offer of keys, or the model."""
         tasks: list[Task] = []
         for group in dict.fromkeys(self._group_of[site] for site in sites):
-            flight = self._flights[group] = _Flight()
+            flight = self._flights[group] = Flight()
             self._expect(record, group)
             if group.run_setup.is_due:
                 flight.sites = group.present(record.cohort)
                 flight.keys = group.new_keys(self.identity, flight.sites)
                 offer = self._offer(flight.keys)
-                tasks += self._ask(flight, SecureStep.ADVERTISE, _to_all(offer))
+                tasks += self._ask(flight, SecureStep.ADVERTISE, to_all(offer))
             else:
                 tasks += self._train(record, group)
         return tasks
@@ -221,7 +227,7 @@ class BufferedGroups(GroupGather):
         self._flying.update({site: OpenTask(site, *numbers) for site in sites})
 
     def _ask(
-        self, flight: _Flight, step: SecureStep, body: Callable[[SiteId], bytes]
+        self, flight: Flight, step: SecureStep, body: Callable[[SiteId], bytes]
     ) -> list[SecureTask]:
         """Write a step of new keys, or of opening a sum."""
         flight.step = step
@@ -285,7 +291,7 @@ class BufferedGroups(GroupGather):
         record.pending.update({*record.verdicts.answered} - complete)
 
     def _after_step(
-        self, record: RoundRecord, group: OpenGroup, flight: _Flight
+        self, record: RoundRecord, group: OpenGroup, flight: Flight
     ) -> Sequence[Task]:
         """Use the answers to a step of new keys, and write the next tasks."""
         keys, step, replies = flight.keys, flight.step, flight.replies
@@ -300,7 +306,7 @@ class BufferedGroups(GroupGather):
         with losing_the_setup(record.events, group):
             if step is SecureStep.ADVERTISE:
                 book = keys.book()
-                return self._ask(flight, SecureStep.CONFIRM, _to_all(book))
+                return self._ask(flight, SecureStep.CONFIRM, to_all(book))
             group.run_setup.take(keys.result())
         if group.run_setup.in_force is not None and group.present(record.cohort):
             return self._train(record, group)
@@ -321,7 +327,7 @@ class BufferedGroups(GroupGather):
             self._lose(group)
 
     def _unmask(
-        self, record: RoundRecord, group: OpenGroup, flight: _Flight
+        self, record: RoundRecord, group: OpenGroup, flight: Flight
     ) -> list[SecureTask]:
         """Take the next step towards a group's sum: none if it can be opened.
 
@@ -337,7 +343,7 @@ class BufferedGroups(GroupGather):
                 return []
             flight.sites = asked_to_agree(record, current, survivors)
             heads = current.survivors()
-            return self._ask(flight, SecureStep.SURVIVORS, _to_all(heads))
+            return self._ask(flight, SecureStep.SURVIVORS, to_all(heads))
         is_last = step is SecureStep.REVEAL
         accept = current.on_shares if is_last else current.on_consent
         self._exchange.take_answers(
@@ -348,11 +354,11 @@ class BufferedGroups(GroupGather):
         flight.sites = current.close_consents()
         return self._ask(flight, SecureStep.REVEAL, current.reveal)
 
-    def _close(self, record: RoundRecord, group: OpenGroup, flight: _Flight) -> None:
+    def _close(self, record: RoundRecord, group: OpenGroup, flight: Flight) -> None:
         """Open a group's sum, and put it into the buffer; or take a step towards it."""
         current, age = flight.round, record.state.round_index - flight.based_on
         assert current is not None  # noqa: S101 -- it trains
-        reason, share, opened = "", self.schedule.share(age), None
+        reason, share, opened = "", self._share(group, age), None
         try:
             if tasks := self._unmask(record, group, flight):
                 self._dispatcher.send(tasks)
@@ -381,6 +387,10 @@ class BufferedGroups(GroupGather):
                 f"round {flight.round_index} has no sum of {group.names}: {reason}"
             )
 
+    def _share(self, group: OpenGroup, age: int) -> float:  # noqa: ARG002 -- all alike
+        """The part of its weight that the sum of a group keeps; 0 if it is too old."""
+        return self.schedule.share(age)
+
     def _settle_blame(
         self, record: RoundRecord, group: OpenGroup, current: MaskedRound
     ) -> None:
@@ -398,11 +408,12 @@ class BufferedGroups(GroupGather):
         group = self._group_of.get(site)
         flight = None if group is None else self._flights.get(group)
         if flight is None or flight.round is None:
-            raise ProtocolError("answered a round that its group has no part in")
+            raise ProtocolError("has no update for a sum that is open")
         return flight.round
 
 
-def _to_all(body: bytes) -> Callable[[SiteId], bytes]:
+def to_all(body: bytes) -> Callable[[SiteId], bytes]:
+    """Send the same to each site."""
     return lambda _site: body
 
 

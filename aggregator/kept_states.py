@@ -34,8 +34,11 @@ class KeptStates:
 
     def __init__(self, job: JobSpec, layout: Layout) -> None:
         """Know nothing of what sites lack."""
+        # The sites of a free cohort have trained in several rounds: each begins with
+        # what its own last one left.
         self._keeps = {
             kind: bool(keepers(job, layout, trains=kind is TaskKind.TRAIN))
+            and not job.has_free_cohorts
             for kind in TaskKind
         }
         self._kept = ", ".join(keepers(job, layout))

@@ -113,7 +113,7 @@ class SecureExchange:
             if site not in away
         ]
         replies = exchange(self.grid, tasks, deadline_seconds=self.deadline_seconds)
-        self.take_answers(record, step, replies, accept)
+        self.take_answers(record, step, map(self.labelled, replies), accept)
 
     def silent(self, sites: Iterable[SiteId]) -> list[SiteId]:
         """The sites of some whose last task had no answer at all."""

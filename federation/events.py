@@ -377,7 +377,8 @@ class StepTaken(RoundEvent):
     Attributes:
         at: When.
         round_index: The round; the number after the last one for the final evaluation.
-        step: ``advertise`` or ``confirm``, once per coordinator; ``survivors`` or
+        step: ``advertise`` or ``confirm``, once per coordinator, or for each sum of
+            whichever sites are ready, which say so in ``ready``; ``survivors`` or
             ``reveal``, in a round that allows dropouts; or ``evaluate``: results of the
             final model that stay masked because a later step had too few answers.
         sites: Sites whose answer counted, in the order of arrival.

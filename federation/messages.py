@@ -33,6 +33,7 @@ class SecureStep(StrEnum):
     DRAW = "draw"  # once per run with groups: all commitments out, the secret back
     ADVERTISE = "advertise"  # once per run: contract out, public keys back
     CONFIRM = "confirm"  # once per run: all public keys out, consent back
+    READY = "ready"  # a round with free cohorts: the site keeps a finished update
     DECLINE = "decline"  # a round: the site's signed statement that it has no update
     SURVIVORS = "survivors"  # a round with dropouts: surviving sites out, consent back
     REVEAL = "reveal"  # a round with dropouts: consents out, shares back
@@ -263,7 +264,8 @@ class RoundTask(RoundMessage):
         kind: Whether to train and answer with an update, or only to evaluate.
         layout_digest: Digest of the run's model layout.
         weights_d: The global model, encoded with the job's downstream codec, shape
-            ``(d,)``, float32 by default; read-only.
+            ``(d,)``, float32 by default; read-only. Empty in the task of a free
+            cohort, which asks for the update that the site has kept.
         integers_m: Its integer values, shape ``(m,)``; read-only.
         evaluate: Whether the site evaluates the weights on its held-out data before
             training.

@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
+from clients.privacy.cohort_seal import CohortSeal
 from clients.privacy.masking import SealedUpdate
 from clients.privacy.residual import Residual, stored
 from clients.privacy.ring_seal import RESTARTED, Protection, RingRound, RingSeal
@@ -43,6 +44,8 @@ from privacy.secagg.protocol.client import SiteSession
 
 def seal_of(job: JobSpec, name: SiteId, protection: Protection) -> RingSeal:
     """Make the seal of a site of a job with secure aggregation."""
+    if job.has_free_cohorts:
+        return CohortSeal(name, protection, job)
     few = job.privacy.secure_aggregation.levels is not None
     return (LevelSeal if few else RingSeal)(name, protection)
 

@@ -83,6 +83,8 @@ class Masking:
         noise: What this site adds, where privacy is made inside the sum.
         random_bytes: The system's source of randomness.
         threads: Threads of the arithmetic.
+        share: The part of its weight that the update keeps, in (0, 1]. It is clipped
+            before, so that its bound holds.
     """
 
     contract: Contract
@@ -91,6 +93,7 @@ class Masking:
     noise: SumNoise | None
     random_bytes: RandomBytes
     threads: int
+    share: float = 1.0
 
     @property
     def adds_noise(self) -> bool:
@@ -118,7 +121,7 @@ class Masking:
         sealed = seal_(
             update_d,
             ring,
-            weight=weight,
+            weight=weight * self.share,
             masks=train.masks(self.masks.vector),
             rounding_key=self.random_bytes(KEY_BYTES),
             measured=measured,

@@ -17,7 +17,7 @@ from clients.methods.registry import follow_clipped_
 from clients.privacy.cohorts import CohortRule
 from clients.privacy.groups import GroupRule
 from clients.privacy.masking import Masking, SealedUpdate, SumNoise, check_clip
-from clients.training.site import Work
+from clients.training.site import Work, WorkResult
 from clients.training.update import Form, beyond_clip
 from federation.errors import AggregatorAtFault, ProtocolError, SiteError
 from federation.ids import SiteId
@@ -107,6 +107,7 @@ class RingRound(Form[SealedUpdate]):
         body: What the task has of the protocol.
         session: The site's part of the protocol.
         work: Does what is asked.
+        share: See ``Masking``.
         masking: Masks what leaves, once the round has begun.
     """
 
@@ -114,6 +115,7 @@ class RingRound(Form[SealedUpdate]):
     body: train.TrainBody
     session: SiteSession
     work: Work
+    share: float = 1.0
     masking: Masking = field(init=False)
 
     def check(self) -> None:
@@ -128,6 +130,37 @@ class RingRound(Form[SealedUpdate]):
     def model(self) -> Words:
         """Return the model as the certificate names it."""
         return self.task.weights_d
+
+    def facts(self) -> RoundFacts:
+        """Check the model and find the state that the round begins with.
+
+        Returns:
+            What the keys of the round rest on.
+
+        Raises:
+            ProtocolError: The model is not the certified one, or not the site's.
+        """
+        task, session = self.task, self.session
+        self.work.check_model()
+        model = train.model_digest(self.model(), task.integers_m)
+        session.check_model(
+            self.body.certificate, round_index=task.round_index, model_digest=model
+        )
+        self.restore()
+        return RoundFacts(
+            round_index=task.round_index,
+            cohort=session.cohort,
+            model_digest=model,
+            task_digest=train.task_digest(task, self.body),
+        )
+
+    def restore(self) -> None:
+        """Begin with the state of one round, the same at all sites of a sum."""
+        self.work.begin_with_named()
+
+    def do(self) -> WorkResult[SealedUpdate]:
+        """Do what is asked."""
+        return self.work.do(self)
 
     def update(
         self, weights_d: Vector, result: LocalWeights | LocalUpdate
@@ -175,7 +208,7 @@ class RingSeal:
             raise ProtocolError(
                 f"{task.step.value} is not a step that can be requested"
             )
-        return _step(task, task.step, body)
+        return step_answer(task, task.step, body)
 
     def _expire(self, round_index: int) -> None:
         if self._session is not None:
@@ -188,9 +221,7 @@ class RingSeal:
         return rule
 
     def _advertise(self, body: bytes, layout: Callable[[], Layout]) -> bytes:
-        group, offer = self._protection.groups, body
-        if isinstance(group, GroupRule):
-            group, offer = group.take_offer(body)
+        group, offer = self._take_offer(body)
         setup = self._begin_setup(group, layout())
         advert = setup.on_offer(offer)
         try:
@@ -199,6 +230,11 @@ class RingSeal:
             setup.close()
             raise
         return advert
+
+    def _take_offer(self, body: bytes) -> tuple[Group | None, bytes]:
+        """Find with whom this site is to be summed, and the offer of the contract."""
+        group = self._protection.groups
+        return group.take_offer(body) if isinstance(group, GroupRule) else (group, body)
 
     def _confirm(self, body: bytes) -> bytes:
         """Check the book of keys, and sign that this site has seen it.
@@ -325,7 +361,7 @@ class RingSeal:
             words, header_h = self._work(round_)
         except (UpdateNotFinite, UpdateOutOfRange, SiteError) as error:
             work.report(task, error)
-            return _step(task, SecureStep.DECLINE, session.decline())
+            return step_answer(task, SecureStep.DECLINE, session.decline())
         except BaseException:
             session.decline()  # Never sent: it erases the round's keys.
             raise
@@ -351,34 +387,21 @@ class RingSeal:
 
         The round is recorded, and its masks exist, before anything is trained.
         """
-        task, body, work = round_.task, round_.body, round_.work
         session, protection = round_.session, self._protection
-        contract = session.contract
-        check_clip(contract, body.update_clip)
+        contract, update_clip = session.contract, round_.body.update_clip
+        check_clip(contract, update_clip)
         round_.check()
         self._check_steps(round_)
-        work.check_model()
-        model = train.model_digest(round_.model(), task.integers_m)
-        session.check_model(
-            body.certificate, round_index=task.round_index, model_digest=model
-        )
-        work.begin_with_named()
-        masks = session.begin_round(
-            RoundFacts(
-                round_index=task.round_index,
-                cohort=session.cohort,
-                model_digest=model,
-                task_digest=train.task_digest(task, body),
-            )
-        )
-        work.context = session.context.hex()
+        masks = session.begin_round(round_.facts())
+        round_.work.context = session.context.hex()
         round_.masking = Masking(
             contract=contract,
             masks=masks,
-            update_clip=body.update_clip,
+            update_clip=update_clip,
             noise=protection.noise,
             random_bytes=protection.random_bytes,
             threads=protection.threads,
+            share=round_.share,
         )
 
     def _check_steps(self, round_: RingRound) -> None:
@@ -421,7 +444,7 @@ class RingSeal:
         """Do the work; mask the update and its report."""
         work, masking = round_.work, round_.masking
         work.answers_anyway = masking.adds_noise
-        done = work.do(round_)
+        done = round_.do()
         evaluation, trained = done.evaluation, done.trained
         if trained is not None:
             self._note(masking, trained.sealed)
@@ -436,7 +459,8 @@ class RingSeal:
         return words, header_h
 
 
-def _step(task: Task, step: SecureStep, body: bytes) -> SecureAnswer:
+def step_answer(task: Task, step: SecureStep, body: bytes = b"") -> SecureAnswer:
+    """Answer a task with a step of the protocol."""
     return SecureAnswer(
         run_id=task.run_id,
         round_index=task.round_index,

@@ -158,6 +158,11 @@ class BudgetedTrainer:
     of what the k charges bound. A task that is sent again is charged again, so a kill
     costs a site one task at most.
 
+    In secure sums over whichever sites are ready nothing changes: a site is charged for
+    a task before it trains, and what becomes of the update, in which sum and beside
+    whom, is post-processing of that one answer. An update that is lost with its cohort
+    has its charge.
+
     A site gets each model once, so it begins at most ``rounds`` tasks, for which the
     noise is planned; who answers faster begins more. Whether this number follows from
     earlier answers does not matter: charges are alike, so no order of tasks leads

@@ -136,7 +136,8 @@ class FaultInjector:
             return (failure(task, FailureKind.LEAVING, LeaveReason.SPOT.value),)
         if fault.kind == "crash":
             return (failure(task, FailureKind.CRASHED, "rehearsed crash"),)
-        self._befall(fault, task.site)
+        if task.weights_d.size:  # Not once more, for the update that it keeps.
+            self._befall(fault, task.site)
         return self._returned(fault, task, answer())
 
     def _returned(

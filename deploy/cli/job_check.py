@@ -213,7 +213,7 @@ def bad_site_notice(job: JobSpec) -> str:
         return ""
     if secure.groups is None:
         sums = f"one sum over {len(job.sites)} sites"
-        if job.schedule.groups:
+        if job.has_groups:
             sums = f"sums over {job.sites_in_sum} or more sites"
         return f"{sums}: a bad site can move the mean by up to {_reach(job)}"
     bad = job.aggregation.byzantine_sites

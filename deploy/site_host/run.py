@@ -540,6 +540,15 @@ def _check_sums_known(config: SiteConfig) -> None:
         )
 
 
+def _sum_fault(rule: CohortRule, job: JobSpec, name: str) -> tuple[str, str]:
+    """Find what a job's own sums reveal of a site: the key, and why; or nothing."""
+    if job.has_free_cohorts and not rule.is_private:
+        return "schedule.groups", "sums over whoever is ready reveal single updates"
+    together, fewest = job.summed_with(name), job.fewest_with(name)
+    fault = rule.threshold_fault(len(together), fewest)
+    return "privacy.secure_aggregation.threshold", fault
+
+
 def _cohort_rule(
     met: ProposedRun, config: SiteConfig, promise: SitePrivacy | None
 ) -> CohortRule:
@@ -564,15 +573,17 @@ def _cohort_rule(
     )
     if job.privacy.secure_aggregation.groups is not None:
         return rule  # With whom this site is summed, the offer of a contract says.
-    cohort: Cohort = frozenset(map(SiteId, job.summed_with(config.file.name)))
+    together = job.summed_with(config.file.name)
+    if job.has_free_cohorts:  # Whoever is ready: all sums may single out each site.
+        together = [config.file.name]
+    cohort: Cohort = frozenset(map(SiteId, together))
     key, fault = "sites", ""
     try:
         rule.check(cohort)
     except CohortRefused as error:
         fault = str(error)
     if not fault:
-        key = "privacy.secure_aggregation.threshold"
-        fault = rule.threshold_fault(len(cohort), job.fewest_with(config.file.name))
+        key, fault = _sum_fault(rule, job, config.file.name)
     if fault:
         if weakness:
             fault += f". The run counts as one without differential privacy: {weakness}"

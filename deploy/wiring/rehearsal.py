@@ -335,8 +335,8 @@ def traffic_of(
         stated: What deployed sites hold, whose data are not here.
 
     Returns:
-        None for sums over groups that the sites draw, and with sites that run apps of
-        Flower, whose answers are unknown here.
+        None for sums over groups that the sites draw or that form of whoever is ready,
+        and with sites that run apps of Flower, whose answers are unknown here.
     """
     job = federation.job
     facts = stated or {
@@ -344,7 +344,7 @@ def traffic_of(
         for site, (train, held_out) in federation.site_data.items()
     }
     is_drawn = job.privacy.secure_aggregation.groups is not None
-    if is_drawn or len(facts) < len(job.sites):
+    if is_drawn or job.has_free_cohorts or len(facts) < len(job.sites):
         return None
     named, grouped = named_groups(job.schedule.groups), dict[SiteId, SecureSizes]()
     if contract is not None:

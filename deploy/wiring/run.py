@@ -15,6 +15,7 @@ from typing import Protocol
 from aggregator.buffered_sums import BufferedGroups
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import combine_rule
+from aggregator.free_cohorts import FreeCohorts
 from aggregator.group_sums import GroupGather
 from aggregator.methods import registry
 from aggregator.relay import PlainRelay, SecureRelay
@@ -351,11 +352,12 @@ class Run:
 def _secure_gather(
     federation: Federation, grid: Grid, secret: SecureContext, allocate: Allocate
 ) -> Gather:
-    """Make the aggregator's half: for one sum over all sites, or sums over groups."""
+    """Make the aggregator's half: for one sum over all sites, or sums over some."""
     job = federation.job
     make: type[GroupGather | SecureGather] = SecureGather
     if job.has_groups:
         make = BufferedGroups if job.schedule.groups else GroupGather
+        make = FreeCohorts if job.has_free_cohorts else make
     return make(
         job,
         layout=federation.pool.layout,

@@ -105,7 +105,10 @@ def _things_of_privacy(job: JobSpec) -> Mapping[str, bool]:
     has_results = private.unit == "site" and job.evaluation.every > 0
     return {
         Thing.OPEN_UPDATES: not secure.enabled,
-        Thing.SUMS_OF_ALL: secure.enabled and not job.schedule.groups,
+        Thing.SUMS_OF_ALL: (
+            secure.enabled and not (job.schedule.groups or job.has_free_cohorts)
+        ),
+        Thing.FREE_SUMS: job.has_free_cohorts,
         Thing.OPEN_SUMS: secure.enabled and private.unit != "site",
         Thing.RING_16: secure.ring_bits == _COARSE_BITS,
         Thing.OTHER_RINGS: secure.ring_bits != _RING,

@@ -45,6 +45,11 @@ def check_secure_sum(job: JobSpec) -> list[JobError]:
         "sites": groups is not None and in_sum < fewest,
         f"schedule.groups: a sum may have {in_sum} updates, and must hold at least "
         f"{fewest}": bool(job.schedule.groups) and in_sum < fewest,
+        f"schedule.buffer_size: a sum has {in_sum} updates, and must hold at least "
+        f"{fewest}": job.has_free_cohorts and in_sum < fewest,
+        f"{table}.threshold: all {in_sum} sites of a sum must answer "
+        "(schedule.buffer_size): remove this key, or name groups of sites "
+        "(schedule.groups)": job.has_free_cohorts and secure.threshold is not None,
     }
     return broken(rules)
 

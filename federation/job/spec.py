@@ -471,7 +471,9 @@ class ScheduleSpec:
             those that began with an older one. A round is then the time between two
             models.
         buffer_size: Updates that make a model in a buffered run. Default: half as many
-            as there are sites, or the fewest of a sum of one of `groups`.
+            as there are sites, or the fewest of a sum of one of `groups`. With secure
+            aggregation without `groups`, which needs differential privacy for records
+            or persons, the updates of each sum.
         max_staleness: Most models that may be newer than the one that an update began
             with; older updates are discarded. Others count divided by the square root
             of 1 plus their staleness.
@@ -827,10 +829,10 @@ class JobSpec:
     def minimum_sites(self) -> int:
         """The quorum of a round."""
         secure = self.privacy.secure_aggregation
-        if secure.enabled and not self.schedule.groups:
-            return secure.threshold or len(self.sites)
+        if secure.enabled and (self.schedule.groups or self.has_free_cohorts):
+            return len(self.sites)  # Of a sum over all; other sums have their own.
         if secure.enabled:
-            return len(self.sites)  # Of a sum over all; each group has its own.
+            return secure.threshold or len(self.sites)
         return self.buffer_size or self.schedule.minimum_sites or self.sites_per_round
 
     @property
@@ -854,8 +856,23 @@ class JobSpec:
     @property
     def has_groups(self) -> bool:
         """Whether groups of sites have secure sums of their own."""
+        secure, groups = self.privacy.secure_aggregation, self.schedule.groups
+        return secure.groups is not None or bool(groups) or self.has_free_cohorts
+
+    @property
+    def has_free_cohorts(self) -> bool:
+        """Whether the secure sums of a buffered run are of whichever sites are ready.
+
+        Each has ``buffer_size`` updates, with the full noise of each site.
+        """
         secure = self.privacy.secure_aggregation
-        return secure.groups is not None or bool(self.schedule.groups)
+        return (
+            self.schedule.mode == "buffered"
+            and secure.enabled
+            and secure.groups is None
+            and not self.schedule.groups
+            and self.privacy.differential_privacy.by_itself
+        )
 
     def summed_with(self, site: str) -> Sequence[str]:
         """The sites whose updates are in one sum with a site's, unless they draw it."""
@@ -917,6 +934,8 @@ class JobSpec:
         """Fewest updates that a secure sum of this job holds."""
         groups = self.privacy.secure_aggregation.groups
         fewest = self.minimum_sites if groups is None else len(self.sites) // groups
+        if self.has_free_cohorts:
+            fewest = self.buffer_size or 0
         return min(map(self.group_threshold, self.schedule.groups), default=fewest)
 
     @property

@@ -9,8 +9,10 @@ FEWER_RANKS = Method(
         "a Trainer's loop trains all ranks": Thing.TRAINER,
         "Flower apps know one rank only": Thing.FLOWER_APPS,
         "relays know one rank only": Thing.RELAYS,
-        "sites of one group may all have a small rank, so few sites fill the "
-        "rest": Thing.GROUPS,
+        "sites of one group may all have a small rank, so few sites fill the rest": (
+            Thing.GROUPS,
+            Thing.FREE_SUMS,
+        ),
         "other rules compare sites, and this one sends 0 for the rest: set "
         "aggregation.combine to mean or contributor_mean": (
             Thing.ROBUST,

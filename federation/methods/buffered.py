@@ -19,7 +19,8 @@ BUFFERED = Method(
     instead='use "synchronous"',
     excludes={
         "a buffer holds whoever comes first, and such sums together reveal single "
-        f"updates: name the sites of each sum in {_GROUPS}": (Thing.SUMS_OF_ALL),
+        f"updates: name the sites of each sum in {_GROUPS}, or give each site noise of "
+        'its own (unit = "record")': Thing.SUMS_OF_ALL,
         "every site that is idle gets the newest model": (
             *(Thing.SAMPLES, Thing.REMEMBERING, Thing.OVER_SELECTION),
         ),

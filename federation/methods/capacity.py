@@ -15,7 +15,7 @@ CAPACITY = Method(
         '"record"': Thing.JOINT,
         "all sites see each site's steps, and its noise hides only its "
         "update": Thing.WHOLE_SITES,
-        "all sites of a group take the same steps": Thing.GROUPS,
+        "all sites of a group take the same steps": (Thing.GROUPS, Thing.FREE_SUMS),
         "both choose the steps of a round": Thing.CHOSEN_STEPS,
         "the batches before a round must be known": Thing.LARGER_STEPS,
         "updates are scaled already": Thing.NORMALIZED,

@@ -20,7 +20,9 @@ LEVELS = Method(
         'no room for noise: use unit = "record"': Thing.WHOLE_SITES,
         "levels have a bound of their own, and what lies beyond it is sent "
         "later": Thing.ELEMENT_BOUND,
-        "groups have sums of their own, with no common steps": Thing.GROUPS,
+        "groups have sums of their own, with no common steps": (
+            *(Thing.GROUPS, Thing.FREE_SUMS),
+        ),
     },
     private_because="noise for records is added before updates are rounded",
 )

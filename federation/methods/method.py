@@ -92,6 +92,7 @@ class Thing(StrEnum):
     OPEN_SUMS = "secure sums without noise for whole sites"
     GROUPS = "sums of groups"
     SUMS_OF_ALL = "secure sums of all sites"
+    FREE_SUMS = "secure sums of whichever sites are ready"
     LEVELS = "levels"
     RING_16 = "secure sums of 16 bits"
     OTHER_RINGS = "secure sums of other than 32 bits"

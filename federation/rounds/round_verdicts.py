@@ -152,6 +152,8 @@ class RoundVerdicts:
             None if it may be used; otherwise what is wrong with it. A site that fails
             here fails in this round, also if its update is in the sum.
         """
+        if isinstance(message, SiteFailure) and message.kind is FailureKind.SURPLUS:
+            return message
         asked_in = self.round_index if round_index is None else round_index
         is_overdue = isinstance(message, MaskedUpdate) and message.site in self._overdue
         if is_overdue or 0 < message.round_index < asked_in:  # Setups have no round.

@@ -66,6 +66,8 @@ class ScheduleView:
             others, and until the grid gives it up for sites that are not in it.
         buffered: Says how many updates count by now, where sums tell: some of a sum may
             have come before, or never. By default each answer that counts is one.
+        waiting: Sites that are to be sent nothing although they have no open task:
+            they keep an update, or wait for the others of its sum.
     """
 
     round_index: int
@@ -75,6 +77,7 @@ class ScheduleView:
     begin: float = 0.0
     patience: Mapping[SiteId, float] = field(default_factory=dict)
     buffered: Callable[[], int] | None = None
+    waiting: Collection[SiteId] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +266,7 @@ class Buffered:
             is_last = state.round_index == state.rounds
             return Apply(gives_up=is_last, has_enough=is_last)
         busy = {task.site for task in state.open}
-        busy |= {arrival.task.site for arrival in inbox}
+        busy |= {arrival.task.site for arrival in inbox} | {*state.waiting}
         for group in self.groups:
             if not busy.isdisjoint(group):
                 busy |= group

@@ -26,6 +26,7 @@ MAX_ROUNDS_IN_TIMELINE = 5
 
 _FAILED, _WAITING, _OTHER = "failed", "on the way or waiting", "other"
 PHASES = {
+    "ready": "#5f7fb0",
     "advertise": "#c9b8dd",
     "confirm": "#a48cc4",
     "exchange": "#93a4b5",

@@ -93,7 +93,7 @@ class WrongCohort(ProtocolError):
 
 
 class CohortRefused(ProtocolError):
-    """A sum, together with earlier ones, would single out too few sites."""
+    """A sum would single out too few sites, alone or together with earlier ones."""
 
 
 class DrawRefused(ProtocolError):

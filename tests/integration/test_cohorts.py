@@ -353,6 +353,51 @@ def test_dropouts_of_private_rounds_do_not_split_open_groups(
     assert any("would single out site-4" in text for text in reasons) != accepts
 
 
+def free_job(sites: Collection[str], size: int = 3, **how: Any) -> JobSpec:
+    """Three models, each of whichever sites are ready first."""
+    made = replace(private_job(sites, **how), rounds=3)
+    schedule = replace(made.schedule, mode="buffered", buffer_size=size)
+    secure = replace(made.privacy.secure_aggregation, threshold=None)
+    privacy = replace(made.privacy, secure_aggregation=secure)
+    return replace(made, schedule=schedule, privacy=privacy)
+
+
+def test_private_runs_may_sum_whoever_is_ready(tmp_path: Path):
+    """Each site remembers that its sums may have been of any sites."""
+    world = World(tmp_path)
+    world.run(free_job(SITES[:5]))
+    world.run(free_job(SITES[:5]))
+    world.run(private_job(SITES[:4]))
+    assert world.answered()[:3] == [3, 3, 3]
+    with pytest.raises(SiteError, match="would single out"):
+        world.run(job_of(SITES[:5]))
+
+
+def test_sums_of_whoever_is_ready_split_no_sum_without_noise(tmp_path: Path):
+    """With any three of five, beside an open sum of all, two are singled out."""
+    world = World(tmp_path)
+    world.run(job_of(SITES[:5]))
+    with pytest.raises(SiteError, match="would single out site-0"):
+        world.run(free_job(SITES[:5]))
+
+
+@pytest.mark.parametrize(
+    ("policy", "how", "said"),
+    [
+        ({}, {"target_epsilon": 20.0}, r"schedule\.groups.*its epsilon is above 8"),
+        ({}, {"size": 2}, r"requires 3 in a sum .policy\.min_sites"),
+        ({"colluding_sites": 2}, {}, r"protection against 2 .*policy\.colluding_sites"),
+    ],
+    ids=["epsilon", "min_sites", "colluding"],
+)
+def test_sums_of_whoever_is_ready_that_an_operator_refuses(
+    tmp_path: Path, policy: dict[str, Any], how: dict[str, Any], said: str
+):
+    world = World(tmp_path, policy)
+    with pytest.raises(SiteError, match=said):
+        world.run(free_job(SITES[:5], **how))
+
+
 def test_equal_seeds_do_not_give_equal_batches_under_secure_aggregation(
     tmp_path: Path,
 ):

@@ -58,7 +58,7 @@ MIN_GROUPS = 3  # Of two that differ, it cannot be known which is wrong.
 MAX_DRAWS = 3  # Outcomes that anyone may choose from, on the same data.
 
 _MAX_COMMITMENT_BYTES = 512
-_MAX_OFFER_BYTES = 1 << 17
+MAX_OFFER_BYTES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,7 +374,7 @@ def read_group_offer(data: bytes) -> tuple[dict[int, bytes], bytes]:
     """Decode ``write_group_offer``; raises ``MalformedMessage``."""
     reader = Reader(data, _GROUP_OFFER)
     secrets = reader.byte_map("secrets", max_entries=MAX_MEMBERS, size=SECRET_BYTES)
-    offer = reader.field("offer", limit=_MAX_OFFER_BYTES)
+    offer = reader.field("offer", limit=MAX_OFFER_BYTES)
     reader.end()
     return secrets, offer
 

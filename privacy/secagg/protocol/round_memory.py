@@ -23,6 +23,14 @@ _MAX_BYTES = 32
 class RoundMemory(Protocol):
     """Remembers one number a run. Implementations: in memory, in files."""
 
+    def last(self, run_id: RunId) -> int:
+        """Return the last round that was recorded; 0 for none.
+
+        Raises:
+            StoreError: It cannot be read.
+        """
+        ...
+
     def advance(self, run_id: RunId, round_index: int) -> None:
         """Record a round, durably, before this returns.
 
@@ -43,10 +51,14 @@ class InMemoryRounds:
         self._last: dict[RunId, int] = {}
         self._lock = threading.Lock()
 
+    def last(self, run_id: RunId) -> int:
+        """See ``RoundMemory.last``."""
+        return self._last.get(run_id, 0)
+
     def advance(self, run_id: RunId, round_index: int) -> None:
         """See ``RoundMemory.advance``."""
         with self._lock:
-            _check_above(run_id, round_index, self._last.get(run_id, 0))
+            check_above(run_id, round_index, self.last(run_id))
             self._last[run_id] = round_index
 
 
@@ -84,11 +96,16 @@ class FileRounds:
         ):
             self._folder.mkdir(parents=True, exist_ok=True)
             with folder_lock.waited_for(self._folder / f"{run_id}.lock"):
-                _check_above(run_id, round_index, _read(path))
+                check_above(run_id, round_index, _read(path))
                 replace_private(path, f"{round_index}\n".encode())
 
 
-def _check_above(run_id: RunId, round_index: int, last: int) -> None:
+def check_above(run_id: RunId, round_index: int, last: int) -> None:
+    """Check that a round comes after the last one that was answered.
+
+    Raises:
+        ReplayedRound: It does not.
+    """
     if round_index <= last:
         raise ReplayedRound(
             f"round {round_index} of run {run_id} was requested, but this site has "

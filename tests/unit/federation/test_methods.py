@@ -148,6 +148,9 @@ ON: dict[str, dict[str, Any]] = {
 # What asks for each thing that follows from the job alone.
 ASKS: dict[str, dict[str, Any]] = ON | {
     Thing.SUMS_OF_ALL: {**secure(), "schedule": {"groups": []}},
+    Thing.FREE_SUMS: toy.merged(
+        private("record"), {**secure(), "schedule": {"mode": "buffered", "groups": []}}
+    ),
     Thing.STEPS: training(local_epochs=None, local_steps=2),
     Thing.EPOCHS: training(local_epochs=1),
     Thing.OTHER_OPTIMIZERS: training(optimizer=MOMENTUM),

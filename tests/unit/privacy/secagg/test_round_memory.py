@@ -34,6 +34,13 @@ def test_rounds_only_rise(memory: RoundMemory):
     memory.advance(RUN, 6)
 
 
+def test_last_round_is_known(memory: RoundMemory):
+    assert memory.last(RUN) == 0
+    memory.advance(RUN, 3)
+    assert memory.last(RUN) == 3
+    assert memory.last(RunId("another")) == 0
+
+
 def test_runs_are_apart(memory: RoundMemory):
     """Each run counts for itself."""
     memory.advance(RUN, 7)
