@@ -114,6 +114,34 @@ def test_most_of_the_possible_steps_count(federation: Deployment, tmp_path: Path
     assert counted >= 0.88 * possible
 
 
+def test_learnt_deadlines_count_slow_sites_and_wait_for_no_frozen_one(
+    federation: Deployment, tmp_path: Path
+):
+    """One of the two slowest, which are late wherever two answers set the pace."""
+    job = write(tmp_path, "learnt", 16, 'minimum_sites = 2\ngrace = "learnt"', 4)
+    earlier = federation.num_runs()
+    follower = federation.run(job)
+    wait_for(lambda: federation.num_runs() > earlier, "the run begins")
+    wait_for(lambda: federation.rounds() > 4, "four rounds are finished")
+    frozen = federation.processes["a"].pid
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        done = federation.rounds()
+        wait_for(lambda: federation.rounds() > done + 3, "rounds go on")
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    out, err = follower.communicate(timeout=300)
+    assert json.loads(out)["status"] == "completed", err
+    rounds = {e["round_index"]: e for e in federation.events("RoundFinished")}
+    assert {"a", "b"} <= {*rounds[2]["answered"]} & {*rounds[3]["answered"]}
+    assert all("b" in each["answered"] for each in rounds.values())
+    usual = rounds[3]["seconds"]
+    for index in (done + 1, done + 2, done + 3):
+        assert rounds[index]["seconds"] < 2.5 * usual
+    assert "a" not in rounds[done + 2]["answered"]
+    assert "a" in rounds[16]["answered"], "it is counted again"
+
+
 def test_over_selection_goes_on_without_a_frozen_site_and_after_a_kill(
     federation: Deployment, tmp_path: Path
 ):
