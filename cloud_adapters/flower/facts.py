@@ -5,8 +5,14 @@ from dataclasses import dataclass
 
 from federation.errors import FederationError
 
-# Nodes sign the time, and Flower takes no signature that is five minutes old.
-MOST_SKEW_SECONDS = 240.0
+# Nodes sign the time. Flower takes no signature that is 305 s old, or of a time more
+# than 5 s ahead of its own.
+MOST_AHEAD_SECONDS, MOST_BEHIND_SECONDS = 4.0, 240.0
+
+
+def forbids_signing(ahead_seconds: float) -> bool:
+    """Whether Flower may refuse signatures by a clock so far ahead of its own."""
+    return not -MOST_BEHIND_SECONDS <= ahead_seconds <= MOST_AHEAD_SECONDS
 
 
 class SuperLinkUnavailable(FederationError):

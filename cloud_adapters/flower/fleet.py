@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import httpx
 
-from cloud_adapters.flower.facts import MOST_SKEW_SECONDS
+from cloud_adapters.flower.facts import MOST_BEHIND_SECONDS, forbids_signing
 from cloud_adapters.flower.private.node import ApiErrorCode, FlowerError
 from cloud_adapters.net.outbound import proxy_note
 from cloud_adapters.net.tls import clock_doubt
@@ -36,6 +36,9 @@ TURN_SECONDS = 3 * ACTIVE_SECONDS
 # How long the SuperLink may fail at a request while it answers heartbeats. If restored
 # from a copy, it does not know newer runs, and would always fail at a message of one.
 FAULT_SECONDS = 60.0
+# How long a key that was accepted before may be refused: a clock may be set meanwhile.
+# A revoked site ends sooner, because the proxy does not let it in.
+DENIED_SECONDS = 300.0
 
 # What a proxy or a server that is being restarted says.
 # The last is that of an aggregator whose disk is full.
@@ -93,6 +96,8 @@ class FleetCalls:
     _lost: threading.Event = field(default_factory=threading.Event, init=False)
     _refused_since: float | None = field(default=None, init=False)
     _turn_seconds: float = field(default=TURN_SECONDS, init=False)
+    # The first refusal of the key since it was accepted: never, if it never was.
+    _denied_since: float = field(default=-math.inf, init=False)
 
     def begin(self) -> None:
         """The node asks for admission; until then, each failure is reported."""
@@ -102,6 +107,7 @@ class FleetCalls:
         """Note that the node was accepted."""
         self.is_active, self._refused_since = True, None
         self._turn_seconds = TURN_SECONDS
+        self._denied_since = math.inf
 
     def hear(self) -> None:
         """Note that the aggregator has just answered."""
@@ -188,10 +194,10 @@ class FleetCalls:
         self, response: httpx.Response, what: str, *, by_proxy: bool
     ) -> Exception:
         """Why a node's signature or certificate is not accepted."""
-        skew = self._skew(response)
+        skew = self._skew(response, by_proxy=by_proxy)
         if skew is not None:
             return skew
-        if self.is_active:
+        if self.is_active or (not by_proxy and self._may_pass()):
             return NodeGone(f"{self.address} refuses: {what}")
         if by_proxy:
             return SiteError(
@@ -204,14 +210,22 @@ class FleetCalls:
             "site, or ask the aggregator's operator whether it was revoked"
         )
 
-    def _skew(self, response: httpx.Response) -> Outage | None:
+    def _may_pass(self) -> bool:
+        """Whether a key that was accepted before has not been refused for long."""
+        now = self.clock.monotonic()
+        self._denied_since = min(self._denied_since, now)
+        return now - self._denied_since < DENIED_SECONDS
+
+    def _skew(self, response: httpx.Response, *, by_proxy: bool) -> Outage | None:
         """The clocks, if they explain a refusal of a signature or a certificate."""
         date = response.headers.get("Date", "")
         try:
             ahead = self.clock.now() - parsedate_to_datetime(date).timestamp()
         except ValueError:
             return None  # It does not tell the time.
-        if abs(ahead) <= MOST_SKEW_SECONDS:
+        # A few seconds explain a refused signature, but not a refused certificate.
+        far = abs(ahead) > MOST_BEHIND_SECONDS if by_proxy else forbids_signing(ahead)
+        if not far:
             return None
         # By a clock that was set back, a node that left stays active for so long.
         self._turn_seconds = TURN_SECONDS + abs(ahead)

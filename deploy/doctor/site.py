@@ -16,7 +16,7 @@ from pathlib import Path
 from clients import preprocessing
 from clients.privacy.source_check import declared
 from clients.user_code import unable_to_exit
-from cloud_adapters.flower.facts import MOST_SKEW_SECONDS
+from cloud_adapters.flower.facts import forbids_signing
 from cloud_adapters.net.outbound import https_line, proxy_note
 from cloud_adapters.net.tls import client_context, clock_doubt
 from deploy.doctor import (
@@ -211,7 +211,7 @@ def _skew(date: str, now: float, waited: float) -> Iterator[Check]:
     found = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the aggregator's"
     if abs(skew) <= doubt:
         found = f"less than {2 * doubt:.1f} s"
-    if abs(skew) > MOST_SKEW_SECONDS:
+    if forbids_signing(skew):
         yield problem(
             "clock skew", found, "set whichever of the two clocks is wrong (NTP)"
         )

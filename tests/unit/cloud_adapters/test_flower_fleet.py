@@ -280,8 +280,17 @@ def untimely(node: Node, seconds: float, code: int = 401) -> httpx.HTTPStatusErr
 
 
 @pytest.mark.parametrize("is_active", [True, False])
-@pytest.mark.parametrize("code", [401, 403])
-@pytest.mark.parametrize(("seconds", "word"), [(600.0, "behind"), (-600.0, "ahead")])
+@pytest.mark.parametrize(
+    ("code", "seconds", "word"),
+    [
+        (401, 600.0, "behind"),
+        (401, -600.0, "ahead"),
+        (401, -6.0, "ahead"),
+        (401, -130.0, "ahead"),
+        (403, 600.0, "behind"),
+        (403, -600.0, "ahead"),
+    ],
+)
 def test_clock_that_is_wrong_is_an_outage(
     seconds: float, word: str, code: int, *, is_active: bool
 ):
@@ -291,6 +300,37 @@ def test_clock_that_is_wrong_is_an_outage(
     match = rf"one of the two clocks is \d+ s off .this one is {word}"
     with pytest.raises(Outage, match=match):
         node.ask(*[error] * 100)
+
+
+@pytest.mark.parametrize("seconds", [-3.0, 100.0])
+def test_clock_by_which_signatures_are_accepted_explains_no_refusal(seconds: float):
+    """Flower accepts signatures that are minutes old, and almost none of the future."""
+    node = Node(is_active=False)
+    with pytest.raises(SiteError, match="not know this site's"):
+        node.ask(untimely(node, seconds))
+
+
+def test_revocation_ends_a_node_whose_clock_is_some_seconds_ahead():
+    """No certificate expires in that time, and a revoked one is refused at once."""
+    node = Node()
+    node.calls.begin()
+    with pytest.raises(SiteError, match="expired or revoked"):
+        node.ask(untimely(node, -20.0, 403))
+
+
+def test_key_that_was_accepted_before_may_be_refused_for_some_minutes():
+    """Its clock may be set meanwhile; a key that stays refused was taken out."""
+    node = Node()
+    node.calls.begin()
+    for _ in range(300):
+        with pytest.raises(NodeGone, match="refuses: HTTP 401"):
+            node.ask(status(401))
+    with pytest.raises(SiteError, match="not know this site's"):
+        node.ask(status(401))
+    node.calls.succeed()
+    node.calls.begin()
+    with pytest.raises(NodeGone, match="refuses: HTTP 401"):
+        node.ask(status(401))
 
 
 def test_place_of_a_node_outlasts_a_clock_that_was_set_back():

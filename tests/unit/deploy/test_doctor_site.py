@@ -161,3 +161,18 @@ def test_skew_that_a_request_cannot_show_is_not_reported():
         3601.4: ["less than 3.0 s"],
         3602.0: ["2 s ahead of the aggregator's"],
     }
+
+
+def test_clock_is_a_problem_where_flower_refuses_its_signatures():
+    """It accepts those of a clock that is minutes behind, but not of one ahead."""
+    date = "Thu, 01 Jan 1970 01:00:00 GMT"
+    found = {
+        skew: [check.status for check in doctor_site._skew(date, 3600.0 + skew, 0.1)]
+        for skew in (-300.0, -200.0, 3.0, 20.0)
+    }
+    assert found == {
+        -300.0: ["problem"],
+        -200.0: ["ok"],
+        3.0: ["ok"],
+        20.0: ["problem"],
+    }
