@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +9,11 @@ from deploy import audit_log
 from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.exit_codes import DONE
 from federation.errors import JobError
-from federation.typed_json import encode
 
 if TYPE_CHECKING:
-    from deploy.aggregator_host.owners import Owner, Usage
+    from deploy.aggregator_host.owners import Owner
+
+_NONE = "none"  # In place of a limit: there is none from now on.
 
 
 def _add(options: argparse.Namespace) -> int:
@@ -22,23 +22,30 @@ def _add(options: argparse.Namespace) -> int:
         enrolment_operator,
         owners,
     )
-    from deploy.aggregator_host.owners import Owner  # noqa: PLC0415 -- as above
+    from deploy.aggregator_host.owners import Owner, Usage  # noqa: PLC0415 -- as above
 
     config = aggregator_file.load(options.config)
-    about: dict[str, Any] = {"weight": options.weight, "quota": _quota(options.quota)}
-    about["max_priority"] = options.max_priority
-    given = {key: value for key, value in about.items() if value not in (None, [])}
-    owners.check_settings(options.name, **given)
+    about = {"weight": options.weight, "max_priority": options.max_priority}
+    given: dict[str, Any] = {
+        k: value for k, value in about.items() if value is not None
+    }
+    quota = _quota(options.quota)
+    owners.check_settings(options.name, **given, quota=Usage(**quota))
     token = enrolment_operator.new_token(
         config, options.name, random_bytes=os.urandom, clock=options.clock
     )
 
     def changed(before: "Owner | None") -> "Owner":
-        known = before or Owner(name=options.name)
-        return replace(known, **given, token=known.token or token.digest)
+        known = before or Owner(name=options.name, token=token.digest)
+        if not (known.token or given or quota):  # Else a larger quota would reopen it.
+            known = replace(known, token=token.digest)
+        return replace(known, **given, quota=replace(known.quota, **quota))
 
-    now, about = options.clock.now(), {key: _words(given[key]) for key in given}
-    audit_log.note(config.folder, "owner.add", options.name, at=now, **about)
+    noted = {key: str(value) for key, value in given.items()}
+    if quota:
+        noted["quota"] = ", ".join(f"{k}={_limit(v)}" for k, v in quota.items())
+    now = options.clock.now()
+    audit_log.note(config.folder, "owner.add", options.name, at=now, **noted)
     made = owners.change(config.folder, options.name, changed)
     is_new = made.token == token.digest
     if options.json:
@@ -48,36 +55,39 @@ def _add(options: argparse.Namespace) -> int:
     if is_new:
         tell(
             f"for owner {made.name}: send it over a private channel. It is shown once; "
-            "crossfed aggregator owners revoke ends it, and add makes another"
+            "crossfed aggregator owners revoke ends it, and add alone makes another"
+        )
+    elif not made.token:
+        tell(
+            f"the token of owner {made.name} stays revoked: crossfed aggregator owners "
+            f"add {made.name}, without settings, makes another"
         )
     return DONE
 
 
-def _words(setting: Any) -> str:
-    """A setting of an owner, for the audit log: of quotas those that there are."""
-    named = encode(setting)
-    if not isinstance(named, Mapping):
-        return str(named)
-    return ", ".join(f"{k}={v:g}" for k, v in named.items() if v is not None)
+def _limit(value: float | None) -> str:
+    return _NONE if value is None else f"{value:g}"
 
 
-def _quota(settings: list[str]) -> "Usage | None":
+def _quota(settings: list[str]) -> dict[str, float | None]:
+    """The limits that are named; None of one that is to be dropped."""
     from deploy.aggregator_host.owners import Usage  # noqa: PLC0415 -- keeps `--help` fast
 
-    known, found = [field.name for field in fields(Usage)], dict[str, float]()
+    known, found = [field.name for field in fields(Usage)], dict[str, float | None]()
     for setting in settings:
         name, _, text = setting.partition("=")
         try:
-            found[name] = float(text)
+            limit = None if text == _NONE else float(text)
         except ValueError:
-            found[name] = -1.0
-        if name not in known or not 0 <= found[name] < float("inf"):
+            limit = -1.0
+        if name not in known or not 0 <= (limit or 0.0) < float("inf"):
             raise JobError(
                 f"{setting!r} is no quota: write one of {', '.join(known)}, and its "
-                "limit, such as site_hours=100",
+                f"limit, such as site_hours=100, or {_NONE}",
                 key="--quota",
             )
-    return Usage(**found) if found else None
+        found[name] = limit
+    return found
 
 
 def _list(options: argparse.Namespace) -> int:

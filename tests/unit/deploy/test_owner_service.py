@@ -343,6 +343,7 @@ def test_operators_verbs_make_list_and_revoke_owners(
         ["dan", "--quota", "euros=5"],
         ["dan", "--quota", "dollars=0"],
         ["dan", "--quota", "epsilon=-1"],
+        ["dan", "--quota", "epsilon=nan"],
     ):
         assert cli.main([*verb, "add", *wrong]) == 2, wrong
     capsys.readouterr()
@@ -350,6 +351,42 @@ def test_operators_verbs_make_list_and_revoke_owners(
     told = capsys.readouterr().err
     assert "name: 'bob<b>'" in told
     assert "site" not in told
+
+
+def test_settings_of_an_owner_change_alone(
+    office: Office,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """A larger quota drops no other one, and makes no token for a revoked owner."""
+    folder = office.federation.aggregator
+    text = 'listen = "127.0.0.1:8443"\nhosts = ["127.0.0.1"]\n'
+    (folder / "aggregator.toml").write_text(text)
+    monkeypatch.chdir(folder)
+    verb = ["aggregator", "owners"]
+    quotas = ["--quota", "site_hours=0.5", "--quota", "epsilon=8"]
+    assert cli.main([*verb, "add", "cyd", *quotas]) == 0
+
+    def quota_after(*settings: str) -> Usage:
+        assert cli.main([*verb, "add", "cyd", *settings]) == 0
+        owner = owners.read(folder).find("cyd")
+        assert owner is not None
+        return owner.quota
+
+    raised = quota_after("--quota", "site_hours=0.7")
+    assert raised == Usage(site_hours=0.7, epsilon=8.0)
+    assert quota_after("--weight", "3") == raised
+    assert quota_after("--quota", "epsilon=none") == Usage(site_hours=0.7)
+    noted = audit_log.read(folder / audit_log.FILE).entries[-1].details
+    assert noted == {"quota": "epsilon=none"}
+    assert cli.main([*verb, "revoke", "cyd"]) == 0
+    capsys.readouterr()
+    assert quota_after("--quota", "site_hours=1") == Usage(site_hours=1.0)
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("stays revoked")) == ("", 1)
+    assert quota_after() == Usage(site_hours=1.0)
+    token = Token.parse(capsys.readouterr().out)
+    assert owners.read(folder).of_secret(token.secret) is not None
 
 
 def test_the_service_answers_at_its_path(office: Office):
