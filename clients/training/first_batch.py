@@ -212,12 +212,14 @@ def _one_step(job: JobSpec) -> JobSpec:
     """Take differential privacy off, whose requirements are checked elsewhere.
 
     And secure aggregation with it: without its noise the sum would have rules that it
-    does not have in the job, such as ``filled_parts``.
+    does not have in the job, such as ``filled_parts``. No task says which part of the
+    data to take, so all of it is there.
     """
     private = job.privacy.differential_privacy.enabled
     off = PrivacySpec() if private else job.privacy
     step = replace(job.training, local_steps=1, local_epochs=None)
-    return replace(job, training=step, privacy=off)
+    data = job.data and replace(job.data, placement="static")
+    return replace(job, training=step, privacy=off, data=data)
 
 
 def _trainer(

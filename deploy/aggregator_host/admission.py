@@ -313,7 +313,8 @@ def _dollars(config: AggregatorConfig, one: QueuedRun, now: float) -> float | No
         speeds = speeds or _prices(config, one.run.read_spec())
         if speeds is None:
             return None
-        sites = _bytes_of_sites(one.run.path, until // 60)
+        counted = until // 60 if one.outcome is None else until
+        sites = _bytes_of_sites(one.run.path, counted)
         total = sum(cost.dollars(seconds, sites, speeds).values())
     except FederationError:  # A damaged file, or prices of other sites.
         return None
@@ -321,7 +322,7 @@ def _dollars(config: AggregatorConfig, one: QueuedRun, now: float) -> float | No
 
 
 @functools.lru_cache(maxsize=4096)
-def _bytes_of_sites(path: Path, _minute: float) -> Mapping[str, tuple[float, float]]:
+def _bytes_of_sites(path: Path, _at: float) -> Mapping[str, tuple[float, float]]:
     """Bytes to and from each site of a run, so far."""
     run = RunFolder(path)
     names = [site.name for site in run.read_spec().sites]

@@ -42,6 +42,17 @@ def test_sound_sites_pass():
     check_first_batches(federation(arrays(), arrays()))
 
 
+def test_sites_whose_data_moves_pass():
+    """Their tasks say which part of the data a round takes, and here is no task."""
+    sound = federation(arrays(), arrays())
+    data, training = sound.job.data, sound.job.training
+    assert data is not None
+    by_epochs = replace(training, local_steps=None, local_epochs=1)
+    moves = replace(data, placement="dynamic")
+    job = replace(sound.job, data=moves, training=by_epochs)
+    check_first_batches(replace(sound, job=job))
+
+
 @pytest.mark.parametrize("label", [-100, -1, 3])
 def test_labels_out_of_range_are_found_wherever_they_are(label: int):
     """Also the one that torch would leave out of the loss, and count all the same."""

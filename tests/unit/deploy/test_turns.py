@@ -423,7 +423,10 @@ def test_dollars_are_time_and_bytes_at_the_prices_that_are_stated(tmp_path: Path
     noted(run, 1000.0)
     sample = event_samples.two_sites(2)
     events = [event for event in sample if not isinstance(event, RunFinished)]
-    run.events.write_text("".join(f"{to_line(event)}\n" for event in events))
+    lines = [f"{to_line(event)}\n" for event in events]
+    for name, site in zip(events[0].sites, sorted(SITES), strict=True):
+        lines = [line.replace(name, site) for line in lines]
+    run.events.write_text("".join(lines[:-6]))  # Without the last round.
     runs = run_queue.handed_over(tmp_path / "runs").runs
     made = Owner(name="ann", quota=Usage(dollars=4.0))
     owners.change(tmp_path, "ann", lambda _: made)
@@ -443,7 +446,7 @@ def test_dollars_are_time_and_bytes_at_the_prices_that_are_stated(tmp_path: Path
     )
     tables = [
         f'[[sites]]\nname = "{site}"\n{speed}dollars_per_hour = {price}\n'
-        f"dollars_per_gigabyte = 1e6\n"
+        f"dollars_per_gigabyte = 100.0\n"
         for site, price in zip(sorted(SITES), (1.0, 2.0), strict=True)
     ]
     file = tmp_path / "speeds.toml"
@@ -452,11 +455,20 @@ def test_dollars_are_time_and_bytes_at_the_prices_that_are_stated(tmp_path: Path
     file.write_text("dollars_per_hour = 0.5\n" + "".join(tables))
     sent = sum(site.bytes_up for site in run.view().sites if site.site in SITES)
     used = admission.usage(priced, runs, "ann", 3600.1).dollars
-    assert used == pytest.approx(1.0 + 2.0 + 0.5 + sent / 1e3)
+    assert used == pytest.approx(1.0 + 2.0 + 0.5 + sent / 1e7)
     assert not plan().pause
     assert admission.check_submission(priced, JOB, "ann", 0, now=9.0) == "ann"
     owners.change(tmp_path, "ann", lambda _: replace(made, quota=Usage(dollars=3.0)))
     assert plan().pause == ["a"]
+    # Bytes of its last minute count as soon as it has ended.
+    run.events.write_text("".join(lines))
+    run_queue.leave_outcome(run, Outcome(code=0, message=""))
+    os.utime(run.path / run_queue.OUTCOME, (3600.1, 3600.1))
+    then = sum(site.bytes_up for site in run.view().sites if site.site in SITES)
+    assert then > sent > 0
+    runs = run_queue.handed_over(tmp_path / "runs").runs
+    used = admission.usage(priced, runs, "ann", 3600.1).dollars
+    assert used == pytest.approx(1.0 + 2.0 + 0.5 + then / 1e7)
 
 
 def test_run_waits_for_memory_that_its_job_states_or_sites_have_reported(
