@@ -241,7 +241,7 @@ class FlowerGrid:
             self._pause(max(0.0, pause - (now - looked)))
 
     def withdraw(self, task_ids: Collection[TaskId]) -> Mapping[TaskId, int]:
-        """Close tasks, without a message to sites."""
+        """Close tasks; a site that has not begun one learns of it by its next task."""
         closed: dict[TaskId, int] = {}
         for batch in self._batches:
             for asked, names in batch.withdraw(task_ids):
@@ -277,6 +277,7 @@ class FlowerGrid:
     def _push(self, batch: Batch) -> None:
         letters: list[tuple[Out, Message]] = []
         num_bytes = 0
+        oldest = self._oldest_open() if batch.waiting else {}
         while batch.waiting and self._num_in_flight() < self._delivery.max_in_flight:
             index, task = batch.waiting[0]
             if index >= batch.next_index + batch.ahead:
@@ -287,7 +288,14 @@ class FlowerGrid:
             # A simulation's messages do not leave this machine.
             inquiry = None if self._delivery.is_simulated else Inquiry(now, index)
             task_id = batch.task_ids[index]
-            question = Question.of(task, index, now, inquiry, task_id=task_id)
+            question = Question.of(
+                task,
+                index,
+                now,
+                inquiry,
+                task_id=task_id,
+                oldest_open=oldest.get(task.site, task.round_index),
+            )
             batch.open[index] = question
             letters += self._written(batch, question, packed)
             num_bytes += 0 if isinstance(packed, SiteFailure) else packed.num_bytes
@@ -295,6 +303,15 @@ class FlowerGrid:
                 self._post(batch, letters)
                 letters, num_bytes = [], 0
         self._post(batch, letters)
+
+    def _oldest_open(self) -> Mapping[SiteId, int]:
+        """The first round of which each site has an open question."""
+        found: dict[SiteId, int] = {}
+        for batch in self._batches:
+            for question in batch.open.values():
+                site, index = question.task.site, question.task.round_index
+                found[site] = min(index, found.get(site, index))
+        return found
 
     def _num_in_flight(self) -> int:
         return sum(len(batch.open) for batch in self._batches)

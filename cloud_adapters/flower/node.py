@@ -52,7 +52,7 @@ from cloud_adapters.flower.private.node import (
     public_key_to_bytes,
 )
 from cloud_adapters.net.tls import client_context
-from cloud_adapters.transport.redelivery import Inbox
+from cloud_adapters.transport.redelivery import Inbox, is_given_up
 from federation.errors import (
     FederationError,
     JobError,
@@ -306,10 +306,11 @@ class FlowerNode:
         """Receive envelopes, also while the main thread works on a message."""
         while not ended.is_set():
             begin = self.clock.monotonic()
+            was_free, came = self._free.is_set(), False
             try:
                 is_free = letters.qsize() < MAX_WAITING and not self.is_replaced()
                 if is_free:
-                    self._sort(connection, letters)
+                    came = self._sort(connection, letters)
             except (NodeGone, SiteError) as error:
                 if self._free.is_set():
                     letters.put(error)
@@ -317,30 +318,48 @@ class FlowerNode:
                 # A node at work keeps sending heartbeats, and an outage may pass.
             except Exception as error:  # noqa: BLE001 -- of many kinds, none ours
                 self._drop(error)
-            self._free.wait(BUSY_POLL_SECONDS)  # Until the main thread is free.
+            if was_free or not came:  # Else a newer task may be behind that one.
+                self._free.wait(BUSY_POLL_SECONDS)  # Until the main thread is free.
             looked = self.clock.monotonic() - begin
             ended.wait(max(0.0, POLL_SECONDS - looked))
 
     def _sort(
         self, connection: Connection, letters: queue.Queue[Envelope | Exception]
-    ) -> None:
-        """Receive one envelope, if there is one.
+    ) -> bool:
+        """Receive one envelope, if there is one, and return whether it has to wait.
 
         What is replied to immediately is not confirmed: Flower would forget its
         content, which may still be on its way there, and its sender would fail.
         """
         envelope = connection.next()
         if envelope is None:
-            return
+            return False
         reply = flower_site.reply_at_once(envelope.about, self._inbox)
         if reply is None:
             self._free.clear()  # Nothing is looked for while the site begins.
+            given_up = _take_given_up(letters, envelope)
             letters.put(envelope)
+            for each in given_up:
+                self._skip(connection, each)
         else:
             # A request for the state of a question reads what is whole, and a word in
             # pieces would keep the next task waiting for three round trips.
             is_word = flower_site.read_word(reply.content) is not None
             connection.send(reply, 0.0, whole=is_word)
+        return reply is None
+
+    def _skip(self, connection: Connection, envelope: Envelope) -> None:
+        """Answer a task that the aggregator has given up, without any work on it.
+
+        Or each of its looks would ask for this answer, too.
+        """
+        error = Error(
+            code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
+            reason="skipped: a newer task had come, and this one was given up",
+        )
+        reply = Message(error, reply_to=envelope.about)
+        connection.send(reply, 0.0, whole=envelope.is_whole)
+        connection.confirm(envelope)
 
     def _forget(self, letters: queue.Queue[Envelope | Exception]) -> None:
         """Drop messages not started; the aggregator probes and resends them."""
@@ -415,6 +434,27 @@ class FlowerNode:
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             reason = outside_of(error)[:500]
             return Message(Error(code=code, reason=reason), reply_to=message)
+
+
+def _take_given_up(
+    letters: "queue.Queue[Envelope | Exception]", newer: Envelope
+) -> list[Envelope]:
+    """Take waiting tasks out that the aggregator had given up before a newer one."""
+    waiting: list[Envelope | Exception] = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            waiting.append(letters.get_nowait())
+    run, found = newer.about.metadata.run_id, list[Envelope]()
+    for letter in waiting:
+        if (
+            isinstance(letter, Envelope)
+            and letter.about.metadata.run_id == run
+            and is_given_up(letter.name, newer.name)
+        ):
+            found.append(letter)
+        else:
+            letters.put(letter)
+    return found
 
 
 class _Version:

@@ -99,8 +99,9 @@ class Question:
         inquiry: Inquiry | None,
         *,
         task_id: TaskId,
+        oldest_open: int,
     ) -> "Question":
-        """Name a task to be sent now."""
+        """Name a task to be sent now; see ``new_name``."""
         asked = QuestionNote(
             task_id=task_id,
             about=RoundMessage(
@@ -109,7 +110,7 @@ class Question:
             asked_seconds=now,
             bytes_down=0,
         )
-        name = new_name(task.round_index)
+        name = new_name(task.round_index, min(oldest_open, task.round_index))
         return cls(index=index, name=name, task=task, asked=asked, inquiry=inquiry)
 
 

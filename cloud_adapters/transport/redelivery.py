@@ -13,9 +13,13 @@ A site works once for each name. What it knows of names is in memory, and is los
 the process: beyond that ledgers and the memory of rounds hold, as they do against an
 aggregator that asks again under another name.
 
+A name also says which earlier questions the aggregator has given up by then, without
+another message: a site that is slower than the others skips those that still wait.
+
 Not here: how messages travel (``flower_grid``, ``flower_node``).
 """
 
+import re
 import secrets
 import threading
 from collections import OrderedDict
@@ -33,6 +37,7 @@ SOON_SECONDS = 1.0
 MAX_NAMES = 1024
 
 _NAME_BYTES = 16
+_NUMBERS = re.compile(r"(\d{1,18})-(\d{1,18})-")
 
 Answer = TypeVar("Answer")
 
@@ -45,9 +50,23 @@ class Word(StrEnum):
     ANSWERED = "answered"  # and can send the answer again
 
 
-def new_name(round_index: int) -> str:
-    """Name a question: no two are alike, even of different askers."""
-    return f"{round_index}-{secrets.token_hex(_NAME_BYTES)}"
+def new_name(round_index: int, oldest_open: int = 0) -> str:
+    """Name a question: no two are alike, even of different askers.
+
+    Args:
+        round_index: Its round; 0 for none.
+        oldest_open: The first round of which the site has an open question, this one
+            included: the asker has given up those of rounds before.
+    """
+    return f"{round_index}-{oldest_open}-{secrets.token_hex(_NAME_BYTES)}"
+
+
+def is_given_up(name: str, newer: str) -> bool:
+    """Whether the asker of a newer question had given up an older one of its run."""
+    older, later = _NUMBERS.match(name), _NUMBERS.match(newer)
+    if older is None or later is None:
+        return False
+    return 0 < int(older[1]) < int(later[2])
 
 
 class Inquiry:

@@ -59,7 +59,7 @@ from cloud_adapters.flower.grid import (  # noqa: E402
 from cloud_adapters.flower.handshake import Attendance  # noqa: E402
 from cloud_adapters.flower.private.messages import NodeInfo  # noqa: E402
 from cloud_adapters.transport.frame_references import PackedFrame  # noqa: E402
-from cloud_adapters.transport.redelivery import Inbox  # noqa: E402
+from cloud_adapters.transport.redelivery import Inbox, is_given_up  # noqa: E402
 
 pytestmark = pytest.mark.flower
 
@@ -483,6 +483,24 @@ def test_withdrawn_task_is_not_waited_for(flower: FakeFlower, clock: VirtualCloc
     flower.silent = {10}
     grid.withdraw(grid.send([TASK], deadline_seconds=600))
     assert not grid.receive()
+
+
+@pytest.mark.parametrize("is_withdrawn", [True, False])
+def test_next_task_tells_which_ones_were_given_up(
+    flower: FakeFlower, clock: VirtualClock, *, is_withdrawn: bool
+):
+    """Without a message for it; a task that is still open is never given up."""
+    grid = make_grid(flower, clock)
+    flower.silent = {10}
+    ids = grid.send([replace(TASK, site=site) for site in SITES], deadline_seconds=600)
+    if is_withdrawn:
+        grid.withdraw(ids)
+    later = TASK.round_index + 1
+    grid.send([replace(TASK, round_index=later)], deadline_seconds=600)
+    mine = [m for m in flower.sent if m.metadata.dst_node_id == 10][-2:]
+    first, second = (message.metadata.group_id for message in mine)
+    assert second.startswith(f"{later}-")
+    assert is_given_up(first, second) is is_withdrawn
 
 
 def test_unknown_site_is_a_mistake(flower: FakeFlower, clock: VirtualClock):

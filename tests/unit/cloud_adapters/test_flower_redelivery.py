@@ -1,11 +1,13 @@
 """Messages that are lost between the grid over Flower and sites: in virtual time."""
 
 import importlib.util
+import queue
 import random
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,6 +34,10 @@ flower_simulation.import_flower()
 import httpx  # noqa: E402
 from cryptography.hazmat.primitives.asymmetric import ec  # noqa: E402
 from flwr.app import Error, Message  # noqa: E402
+from flwr.proto.fleet_pb2 import (  # noqa: E402
+    PullMessagesResponse,
+    PushMessagesResponse,
+)
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 from support.lossy_flower import (  # noqa: E402
     DEADLINE_SECONDS,
@@ -414,3 +420,89 @@ def test_late_answers_hold_no_weights(flower: LossyFlower):
     assert {r.message.kind for r in replies} == {FailureKind.DEADLINE}
     assert grid._late
     assert not any(hasattr(asked, "task") for asked in grid._late.values())
+
+
+class Backlog:
+    """Flower's side of a connection: it has tasks for a node, and takes its answers."""
+
+    PushObject: Any = None  # They are whole.
+
+    def __init__(self, *tasks: Message) -> None:
+        self.parcels = [flower_envelope.pack(task, whole=True) for task in tasks]
+        self.answers: list[Any] = []
+
+    def PullMessages(self, _: Any) -> PullMessagesResponse:  # noqa: N802 -- as Flower
+        taken, self.parcels = self.parcels[:1], self.parcels[1:]
+        return PullMessagesResponse(
+            messages_list=[parcel.envelope for parcel in taken],
+            message_object_trees=[parcel.tree for parcel in taken],
+        )
+
+    def PushMessages(self, request: Any) -> PushMessagesResponse:  # noqa: N802
+        self.answers += request.messages_list
+        return PushMessagesResponse()
+
+
+class Waits(threading.Event):
+    """Notes for how long it is waited for, and ends a loop after a number of waits."""
+
+    def __init__(self, ended: threading.Event, *, num: int) -> None:
+        super().__init__()
+        self.num_waits, self._ended, self._num = 0, ended, num
+
+    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002
+        self.num_waits += 1
+        if self.num_waits == self._num:
+            self._ended.set()
+        return self.is_set()
+
+
+def backlog_of(*questions: tuple[str, int]) -> tuple[FlowerNode, Backlog, Connection]:
+    """A node for which questions wait, by their names and Flower's runs."""
+    node = FlowerNode(
+        app=echo_app(SITES[0]),
+        address="127.0.0.1:1",
+        root_certificates=None,
+        key=ec.generate_private_key(ec.SECP384R1()),
+        clock=VirtualClock(),
+    )
+    node._calls.succeed()
+    messages = []
+    for name, run in questions:
+        TaskIdentity.run_id = run
+        content = flower_site.pack_bytes(b"a task")
+        messages.append(Message(content, 1, ROUND.kind.value, group_id=name))
+    flower = Backlog(*messages)
+    calls, client = node._calls, cast("Any", flower)
+    return node, flower, Connection(client=client, node=Node(node_id=1), calls=calls)
+
+
+def waiting(letters: "queue.Queue[Any]") -> list[str]:
+    """Names of what waits for a node, in its order."""
+    return [letters.get_nowait().name for _ in range(letters.qsize())]
+
+
+def test_task_that_was_given_up_is_skipped_once_a_newer_one_waits():
+    """It is answered, or the aggregator would look for its answer until the end."""
+    setup, dead = new_name(0, 0), new_name(3, 3)
+    other, newer, same = new_name(3, 3), new_name(5, 5), new_name(5, 5)
+    node, flower, connection = backlog_of(
+        (setup, 1), (dead, 1), (other, 2), (newer, 1), (same, 1)
+    )
+    letters: queue.Queue[Any] = queue.Queue()
+    while flower.parcels:
+        node._sort(connection, letters)
+    assert waiting(letters) == [setup, other, newer, same]
+    (answer,) = flower.answers
+    assert answer.metadata.group_id == dead
+    assert "given up" in answer.error.reason
+
+
+def test_node_at_work_looks_for_all_that_waits_at_once():
+    """A look a second is too few for a site that is slower than the rounds."""
+    names = [new_name(index, index) for index in range(1, 6)]
+    node, _, connection = backlog_of(*((name, 1) for name in names))
+    ended, letters = threading.Event(), queue.Queue[Any]()
+    node._free = Waits(ended, num=1)  # It is at work, and waits before the next look.
+    node._collect(connection, letters, ended)
+    assert waiting(letters) == names[-1:]

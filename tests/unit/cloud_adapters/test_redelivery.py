@@ -3,7 +3,13 @@
 import pytest
 
 from cloud_adapters.transport import redelivery
-from cloud_adapters.transport.redelivery import Inbox, Inquiry, Word
+from cloud_adapters.transport.redelivery import (
+    Inbox,
+    Inquiry,
+    Word,
+    is_given_up,
+    new_name,
+)
 
 
 def test_what_is_known_to_be_lost_is_asked_after_soon():
@@ -50,6 +56,24 @@ def test_questions_that_were_sent_together_are_probed_one_by_one():
     assert num_due[:5] == [0] * 5
     assert max(num_due) < len(inquiries) / 4
     assert sum(num_due) == len(inquiries)
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "expected"),
+    [
+        ((3, 3), (5, 5), True),
+        ((3, 3), (5, 3), False),  # Two rounds are open.
+        ((5, 5), (5, 5), False),  # Two steps of one round.
+        ((0, 0), (5, 5), False),  # A handshake, or the end of a run.
+    ],
+)
+def test_name_says_which_questions_were_given_up(
+    older: tuple[int, int], newer: tuple[int, int], *, expected: bool
+):
+    assert is_given_up(new_name(*older), new_name(*newer)) is expected
+    # Neither a stranger nor an aggregator that says no more gives up anything.
+    assert not is_given_up("a stranger's", new_name(*newer))
+    assert not is_given_up(new_name(*older), "5-abcd")
 
 
 def test_question_is_admitted_once():
