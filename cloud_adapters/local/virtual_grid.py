@@ -145,6 +145,7 @@ class VirtualGrid:
         returned: Returned = all_returned,
         combine_seconds: float = 0.0,
         quorum: int = 0,
+        tell_awaited: Callable[[Sequence[SiteId]], None] = lambda _: None,
     ) -> None:
         """Make a grid of machines, in the order of the job.
 
@@ -156,6 +157,8 @@ class VirtualGrid:
             combine_seconds: What the aggregator takes before the first task of a round.
             quorum: Sites, of those that are asked or at work, without which an exchange
                 is of no use; 0 to wait for none.
+            tell_awaited: Receives the sites that are away when an exchange begins to
+                wait for its quorum, and what is left of them when it waits on.
         """
         self._machines = dict(machines)
         self._clock = clock
@@ -169,6 +172,7 @@ class VirtualGrid:
         self._num_sent = 0
         self._combine_seconds, self._newest = combine_seconds, 0
         self._quorum = quorum
+        self._tell_awaited = tell_awaited
 
     def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
@@ -199,15 +203,17 @@ class VirtualGrid:
 
         Rounds that are bound to be lost would soon end the run.
         """
-        asked = [self._machines[task.site].absences for task in tasks]
+        machines = [(task.site, self._machines[task.site].absences) for task in tasks]
         # So many may be away.
         spare = max(0, len(tasks) + len(self._open) - self._quorum)
         end = self._clock.monotonic() + deadline_seconds
         while self._quorum and (now := self._clock.monotonic()) < end:
-            spells = (one.next(now) for one in asked if one is not None)
-            back = sorted(until for begin, until in spells if begin <= now)
-            if len(back) <= spare:
+            spells = [(s, one.next(now)) for s, one in machines if one is not None]
+            away = {site: until for site, (begin, until) in spells if begin <= now}
+            if len(away) <= spare:
                 return
+            self._tell_awaited([*away])
+            back = sorted(away.values())
             self._clock.wait_until(min(end, back[len(back) - spare - 1]))
 
     def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:

@@ -468,6 +468,7 @@ class _Simulation:
                 clock=self._clock,
                 clocks=self._clocks,
                 speeds=self._speeds,
+                emit=self._record.emit,
             )
         return InProcess(
             job=self._job,

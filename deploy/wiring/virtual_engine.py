@@ -5,7 +5,7 @@ job says that work and messages take, and by nothing else.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -24,7 +24,7 @@ from cloud_adapters.local.virtual_grid import (
 from deploy.wiring.run import Rounds
 from federation.clock import VirtualClock
 from federation.errors import JobError
-from federation.events import SitesPaid
+from federation.events import Emit, SitesPaid, Warned
 from federation.ids import SiteId
 from federation.job.spec import SURROGATE, JobSpec, MachineSpec
 from federation.protocols import RunState, SiteHandler, Trainer
@@ -64,6 +64,7 @@ class VirtualMachines:
         clock: The aggregator's.
         clocks: The sites' own, in the order of the job.
         speeds: See ``speeds_of``.
+        emit: Receives for which sites a round waits.
     """
 
     job: JobSpec
@@ -71,6 +72,7 @@ class VirtualMachines:
     clock: VirtualClock
     clocks: Mapping[SiteId, VirtualClock]
     speeds: Mapping[str, SiteSpeed]
+    emit: Emit
 
     @property
     def engine(self) -> str:
@@ -103,8 +105,14 @@ class VirtualMachines:
                     returned=faults[next(iter(sites))].returned,
                     combine_seconds=self.job.simulation.combine_seconds,
                     quorum=self.job.buffer_size or self.job.minimum_sites,
+                    tell_awaited=self._note_awaited,
                 )
             )
+
+    def _note_awaited(self, sites: Sequence[SiteId]) -> None:
+        text = f"the quorum waits for sites that are away: {', '.join(sites)}"
+        at = self.clock.now()
+        self.emit(Warned(at=at, message=text, awaited=tuple(sites)))
 
     def _machine(self, name: SiteId, handler: SiteHandler) -> Machine:
         speed = self.speeds[name]

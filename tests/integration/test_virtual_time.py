@@ -23,6 +23,7 @@ from federation.events import (
     SiteAnswered,
     SiteFailed,
     SitesPaid,
+    Warned,
 )
 from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
@@ -272,6 +273,21 @@ def test_time_passes_while_everybody_is_away(schedule: dict[str, Any]):
     finished = only(events, RoundFinished)
     assert [one.status for one in finished] == ["lost", *["completed"] * 2]
     assert only(events, RunFinished)[0].seconds > 90.0
+
+
+def test_waiting_is_for_the_site_that_is_away():
+    """As in a deployed run: those that are there wait for it before they are asked."""
+    first, *rest = machines_of(plain_job())
+    first |= {"away": [[1.0, 90.0]]}
+    job = virtual_job(
+        schedule={"minimum_sites": 1 + len(rest)},
+        simulation={"machines": [first, *rest]},
+    )
+    events = events_of(job)
+    told = [event for event in only(events, Warned) if event.awaited]
+    assert [event.awaited for event in told] == [(first["site"],)]
+    found = fold(events).participation.waited[first["site"]]
+    assert found >= len(rest) * (90.0 - told[0].at) > 0.0
 
 
 def test_sites_are_paid_while_they_are_there_and_for_what_they_send(tmp_path: Path):

@@ -1,5 +1,7 @@
 """Sites that come and go in virtual time."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from support import toy
 
@@ -11,6 +13,7 @@ from cloud_adapters.local.virtual_grid import (
     away_seconds,
 )
 from federation.clock import VirtualClock
+from federation.ids import SiteId
 from federation.messages import FailureKind, SiteFailure, SiteMessage, Task
 
 SITE = toy.SITES[0]
@@ -72,7 +75,9 @@ def test_absence_after_the_answer_changes_nothing():
     assert answer(None)[1] == now
 
 
-def coming_back(quorum: int) -> tuple[VirtualGrid, VirtualClock]:
+def coming_back(
+    quorum: int, tell: Callable[[Sequence[SiteId]], None] = lambda _: None
+) -> tuple[VirtualGrid, VirtualClock]:
     """Make a grid of a site that is there, and two that come after 10 and 30 s."""
     clock = VirtualClock()
     machines = {}
@@ -86,7 +91,8 @@ def coming_back(quorum: int) -> tuple[VirtualGrid, VirtualClock]:
             latency_seconds=0.5,
             absences=KnownAbsences(spells=away),
         )
-    return VirtualGrid(machines, clock=clock, quorum=quorum), clock
+    grid = VirtualGrid(machines, clock=clock, quorum=quorum, tell_awaited=tell)
+    return grid, clock
 
 
 @pytest.mark.parametrize(
@@ -98,6 +104,16 @@ def test_a_round_waits_for_its_quorum(quorum: int, deadline: float, sent: float)
     grid, clock = coming_back(quorum)
     grid.send([toy.task(site) for site in toy.SITES], deadline_seconds=deadline)
     assert clock.monotonic() == sent
+
+
+def test_sites_that_are_away_are_named_while_a_round_waits_for_its_quorum():
+    told: list[Sequence[SiteId]] = []
+    grid, _ = coming_back(3, told.append)
+    grid.send([toy.task(site) for site in toy.SITES], deadline_seconds=60.0)
+    assert told == [[*toy.SITES[1:]]]
+    grid, _ = coming_back(1, told.append)
+    grid.send([toy.task(site) for site in toy.SITES], deadline_seconds=60.0)
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize(("quorum", "sent"), [(1, 0.0), (2, 10.0)])
