@@ -27,6 +27,7 @@ from federation.messages import (
     Reply,
     RoundTask,
     SiteEvaluation,
+    SiteFailure,
     SiteUpdate,
     StateName,
     Task,
@@ -40,6 +41,7 @@ from federation.rounds.schedule import (
     Dispatcher,
     Schedule,
     ScheduleView,
+    evaluation_schedule,
     unneeded,
 )
 from federation.vectors import Vector, Words
@@ -231,6 +233,8 @@ class PlainGather:
     _held: dict[SiteId, int] = field(init=False, default_factory=dict)
     # Of each update of the round its weight, and the part of a fresh one's that it is.
     _shares: list[tuple[float, float]] = field(init=False, default_factory=list)
+    # Seconds that the slowest answer of all has taken, also of late ones.
+    _slowest: float = field(init=False, default=0.0)
     # Of each site its updates in a row that were based on too old a model.
     _stale: Counter[SiteId] = field(init=False, default_factory=Counter)
 
@@ -271,13 +275,27 @@ class PlainGather:
         """Evaluate; see ``Gather``."""
         for task, num_bytes in self._dispatcher.withdraw(as_surplus=True).items():
             record.give_up(task.site, num_bytes)
-        replies = exchange(
-            self.grid,
-            round_tasks(record, held=self._held),
-            deadline_seconds=self.job.schedule.round_deadline_seconds,
+        schedule = evaluation_schedule(self.job, len(record.cohort), self._slowest)
+        replies = self._replies(schedule, record, rounds=record.round_index)
+        record.collect_evaluations(self._faultless(replies, record))
+
+    def _replies(
+        self, schedule: Schedule, record: RoundRecord, *, rounds: int
+    ) -> Iterator[Reply]:
+        """Ask the record's cohort by a schedule."""
+        return self._dispatcher.replies(
+            schedule,
+            ScheduleView(
+                round_index=record.round_index,
+                rounds=rounds,
+                cohort=record.cohort,
+                open=self._dispatcher.open,
+                patience=record.patience,
+            ),
+            write=lambda sites: round_tasks(record, sites=sites, held=self._held),
+            tally=record,
+            now=record.clock.monotonic,
         )
-        labelled = map(self._dispatcher.labelled, replies)
-        record.collect_evaluations(self._faultless(labelled, record))
 
     def _faultless(
         self, replies: Iterable[Reply], record: RoundRecord
@@ -289,6 +307,9 @@ class PlainGather:
             is_current = message.round_index == record.round_index
             steps = record.steps_of.get(message.site, record.steps)
             steps = steps if is_current else None
+            if not isinstance(message, SiteFailure):
+                took = reply.answered_seconds - reply.asked_seconds
+                self._slowest = max(self._slowest, took)
             if not isinstance(message, SiteUpdate | SiteEvaluation):
                 yield reply
             elif not self._copies.get(message.site, _NOBODY).isdisjoint(
@@ -310,19 +331,7 @@ class PlainGather:
         """
         job, verdicts = self.job, record.verdicts
         verdicts.carry(self._dispatcher.open)
-        replies = self._dispatcher.replies(
-            self.schedule,
-            ScheduleView(
-                round_index=record.round_index,
-                rounds=job.rounds,
-                cohort=record.cohort,
-                open=self._dispatcher.open,
-                patience=record.patience,
-            ),
-            write=lambda sites: round_tasks(record, sites=sites, held=self._held),
-            tally=record,
-            now=record.clock.monotonic,
-        )
+        replies = self._replies(self.schedule, record, rounds=job.rounds)
         sound = record.sound(self._faultless(replies, record), SiteUpdate)
         for parts in whole_sums(sound, record):
             try:

@@ -164,6 +164,7 @@ class Barrier:
         grace: How much longer to wait for them, as a part of what the quorum took;
             ``learnt`` for the view's ``patience``; None to wait until the grid gives
             them up.
+        least: Seconds after the quorum for which the others are waited for at least.
         enough: Answers after which none of the others is waited for; None for all. With
             more sites asked than that, this is the over-selection of Bonawitz et al.
             2019, arXiv:1902.01046, section 4.3.
@@ -171,6 +172,7 @@ class Barrier:
 
     quorum: int = 0
     grace: float | str | None = None
+    least: float = 0.0
     enough: int | None = None
 
     def next(self, state: ScheduleView, inbox: Sequence[Arrival], now: float) -> Action:
@@ -202,7 +204,8 @@ class Barrier:
             return None
         if isinstance(self.grace, str):
             return _last_deadline(state, inbox, reached)
-        return reached + grace_seconds(self.grace, reached - state.begin)
+        grace = grace_seconds(self.grace, reached - state.begin)
+        return reached + max(grace, self.least)
 
     def share(self, staleness: int) -> float:
         """Ignore answers that are based on an older model."""
@@ -292,6 +295,25 @@ def schedule_of(job: JobSpec) -> Schedule:
         size=job.buffer_size,
         max_staleness=job.schedule.max_staleness,
         groups=[frozenset(map(SiteId, group)) for group in job.schedule.groups],
+    )
+
+
+def evaluation_schedule(job: JobSpec, num_sites: int, slowest: float) -> Schedule:
+    """Return the schedule by which a job's sites evaluate the final model.
+
+    Its grace is that of a round, and as many sites may be missing. But a slow site,
+    which still trains for a round that has ended, has as long as it usually takes.
+
+    Args:
+        job: Whose grace and quorum a round has.
+        num_sites: How many are asked, also where a round asks fewer.
+        slowest: Seconds that the slowest answer of the run has taken.
+    """
+    grace = job.schedule.grace
+    return Barrier(
+        quorum=num_sites - (job.cohort_size - job.minimum_sites),
+        grace=_LEARNT_GRACE if isinstance(grace, str) else grace,
+        least=slowest,
     )
 
 

@@ -16,7 +16,13 @@ from support import toy
 from support.scripted_grid import ScriptedGrid, reply_to
 
 from federation.clock import VirtualClock
-from federation.events import RoundFinished, SiteAnswered, SiteFailed, Warned
+from federation.events import (
+    ModelEvaluated,
+    RoundFinished,
+    SiteAnswered,
+    SiteFailed,
+    Warned,
+)
 from federation.ids import SiteId, TaskId
 from federation.messages import (
     RelayedSum,
@@ -44,6 +50,7 @@ from federation.rounds.schedule import (
     ScheduleView,
     Send,
     Wait,
+    evaluation_schedule,
     schedule_of,
     waits_for_all,
 )
@@ -238,7 +245,8 @@ class Pacing(ScriptedGrid):
         for task_id, task in zip(ids, tasks, strict=True):
             assert isinstance(task, RoundTask)
             due = self.now + SECONDS[task.site]
-            self._due.append((due, reply_to(answer(task), task_id)))
+            times = {"asked_seconds": self.now, "answered_seconds": due}
+            self._due.append((due, reply_to(answer(task), task_id, **times)))
         self._due.sort(key=lambda one: (one[0], one[1].task_id))
         return ids
 
@@ -524,3 +532,63 @@ def test_momentum_of_buffers_is_that_of_a_round_of_all_sites():
     length = 0.5 * (sum(parts) + 0.8 * sum(parts[:3]))
     way_d = toy.update().delta_d * np.float32(length)
     np.testing.assert_allclose(found_d[:6], way_d[:6], rtol=1e-5)  # No statistics.
+
+
+class Freezing(Slow):
+    """A site takes 2.5 s for each task, and in vain for the last one if it freezes."""
+
+    def __init__(self, clock: VirtualClock, *, freezes: bool) -> None:
+        super().__init__(clock)
+        self._freezes = freezes
+
+    def send(
+        self, tasks: Sequence[Task], *, deadline_seconds: float
+    ) -> Sequence[TaskId]:
+        ids = super().send(tasks, deadline_seconds=deadline_seconds)
+        if self._freezes and tasks[0].kind is TaskKind.EVALUATE:
+            self._due = [one for one in self._due if one[1].message.site != C]
+        return ids
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        if self._due or timeout_seconds is None:
+            return super().receive(timeout_seconds)
+        self.clock.sleep(timeout_seconds)
+        return deque()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "freezes", "seconds"),
+    [
+        ({"grace": 2.0}, False, 2.5),
+        ({"grace": 2.0}, True, 3.5),  # The quorum's second, and what C usually takes.
+        ({"grace": "learnt"}, True, 3.5),
+        ({"replicas": [[A, C]], "minimum_sites": 2}, True, 1.0),
+    ],
+)
+def test_last_evaluation_waits_as_a_round_does_or_for_the_slowest_site(
+    schedule: dict[str, Any], seconds: float, *, freezes: bool
+):
+    """It waited for a frozen site until the deadline, and for both of a pair."""
+    job = toy.job({"rounds": 2, "schedule": {"minimum_sites": 2} | schedule})
+    run = toy.Toy(job=job, clock=(clock := VirtualClock()))
+    grid = Freezing(clock, freezes=freezes)
+    gather = PlainGather(
+        job,
+        grid=grid,
+        weight_of=lambda _: 1.0,
+        combine=toy.combine_rule(job.aggregation),
+        schedule=schedule_of(job),
+    )
+    run_federation(job, replace(run.parts(grid), gather=gather))
+    end = run.told(RoundFinished)[-1].at
+    # The grid waits for half a minute before it sends anything.
+    assert clock.now() - end - 30.0 == pytest.approx(seconds)
+    evaluated = run.told(ModelEvaluated)[-1]
+    assert {*evaluated.sites} == ({A, B} if freezes else {A, B, C})
+
+
+def test_last_evaluation_after_samples_waits_for_as_many_as_may_fail_in_a_round():
+    """All sites are asked, so a sample's quorum would end it early."""
+    samples = {"sites_per_round": 2, "minimum_sites": 1, "grace": 0.5}
+    job = toy.job({"schedule": samples})
+    assert evaluation_schedule(job, 3, 9.0) == Barrier(quorum=2, grace=0.5, least=9.0)
