@@ -89,12 +89,16 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait for a reply, no longer than ``until`` on the monotonic clock."""
+    """Wait for a reply, no longer than ``until`` on the monotonic clock.
+
+    Attributes:
+        until: None for as long as the grid has something for an open task.
+        most: Replies after which the schedule decides again, of those that come
+            together; None for all.
+    """
 
     until: float | None = None
-
-
-WAIT = Wait()
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +248,7 @@ class Buffered:
     at most once, so it waits only if it is so fast that no new model is there yet.
 
     Attributes:
-        size: K, the answers that make a model.
+        size: K, the answers that make a model: no more, but for sums.
         max_staleness: The most models that may be newer than the one that an answer is
             based on.
         groups: Sites that get their tasks together.
@@ -276,7 +280,10 @@ class Buffered:
         idle = [site for site in state.cohort if site not in busy]
         if idle:
             return Send(idle)
-        return WAIT if state.open else Apply()
+        if not state.open:
+            return Apply()
+        # A sum counts as a whole, whoever is in it.
+        return Wait(most=self.size - buffered if state.buffered is None else None)
 
     def share(self, staleness: int) -> float:
         """Weigh an answer by the root of its age: section 5.2 of arXiv:2106.06639."""
@@ -382,6 +389,7 @@ class Dispatcher:
         self._deadline_seconds = deadline_seconds
         self._copies = copies
         self._open: dict[TaskId, OpenTask] = {}
+        self._held: deque[Reply] = deque()  # Received, and not passed on.
         self._surplus: set[tuple[SiteId, int]] = set()
         self.open: Collection[OpenTask] = self._open.values()
 
@@ -412,28 +420,38 @@ class Dispatcher:
                     # Not before: sending may wait for sites that are away.
                     state = replace(state, begin=now())
                 elif isinstance(action, Wait):
-                    replies = self._received(action.until, inbox, now)
-                    yield from self._passed_on(replies, inbox, tally, now)
+                    if not self._held:
+                        self._held = self._received(action.until, inbox, now)
+                    most = len(self._held) if action.most is None else action.most
+                    yield from self._passed_on(most, inbox, tally, now)
                 else:
                     if isinstance(action, Apply) and action.gives_up:
                         self._give_up(self._open, tally, surplus=action.has_enough)
+                        yield from self.rest()
                     return
         except BaseException:
             self.withdraw()
+            self._held.clear()
             raise
+
+    def rest(self) -> Iterator[Reply]:
+        """Yield replies that came with those that made the last model."""
+        while self._held:
+            yield self.labelled(self._held.popleft())
 
     def _passed_on(
         self,
-        replies: deque[Reply],
+        most: int,
         inbox: list[Arrival],
         tally: Tally,
         now: Callable[[], float],
     ) -> Iterator[Reply]:
         """Yield replies, and note which of them count once they were received."""
-        while replies:
+        for _ in range(min(most, len(self._held))):
             before = tally.num_usable
-            task = self._open.pop(replies[0].task_id, None)
-            yield self.labelled(replies.popleft())  # Only the receiver holds it now.
+            task = self._open.pop(self._held[0].task_id, None)
+            # Only the receiver holds it now.
+            yield self.labelled(self._held.popleft())
             more = tally.num_usable - before
             if task is not None:
                 inbox.append(Arrival(task, more > 0, now()))

@@ -264,6 +264,17 @@ class Pacing(ScriptedGrid):
         return super().withdraw(task_ids)
 
 
+class Together(Pacing):
+    """All answers that are under way come at one look."""
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        """Return them."""
+        del timeout_seconds
+        found = deque(replace(reply, bytes_up=7) for _, reply in self._due)
+        self._due.clear()
+        return found
+
+
 class Slow(Pacing):
     """Waits for a site that has just gone before it sends anything."""
 
@@ -379,14 +390,6 @@ def test_buffered_run_refuses_what_is_too_old():
 def test_of_replicas_one_answer_counts_also_if_both_come_together():
     schedule = {"replicas": [[A, B]], "minimum_sites": 1}
     run = toy.Toy(job=toy.job({"rounds": 1, "schedule": schedule}))
-
-    class Together(Pacing):
-        def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
-            del timeout_seconds
-            found = deque(reply for _, reply in self._due)
-            self._due.clear()
-            return found
-
     gather = PlainGather(
         run.job,
         grid=(grid := Together()),
@@ -401,18 +404,62 @@ def test_of_replicas_one_answer_counts_also_if_both_come_together():
     assert waits_for_all(run.job) is False
 
 
+def buffers_of_two(run: toy.Toy) -> PlainGather:
+    """All answers come at one look."""
+    return PlainGather(
+        run.job,
+        grid=Together(),
+        weight_of=lambda _: 1.0,
+        combine=toy.combine_rule(run.job.aggregation),
+        schedule=Buffered(size=2, max_staleness=10),
+    )
+
+
+def test_buffer_takes_as_many_updates_as_it_holds_of_those_that_come_together():
+    """Or a model's bytes would depend on how often the aggregator looks."""
+    run = toy.Toy(job=toy.job({"rounds": 2, "schedule": {"minimum_sites": 1}}))
+    gather = buffers_of_two(run)
+    run_federation(run.job, replace(run.parts(gather.grid), gather=gather))
+    answered = [(e.round_index, e.site, e.staleness) for e in run.told(SiteAnswered)]
+    assert answered == [(1, A, 0), (1, B, 0), (2, C, 1), (2, A, 0)]
+    # The last one came with the model that needed it no more, and its bytes count.
+    (left,) = run.told(SiteFailed)
+    assert (left.round_index, left.kind, left.bytes_up) == (2, "surplus", 7)
+
+
+def test_update_that_is_left_when_a_run_stops_early_has_its_bytes_on_record():
+    run = toy.Toy(job=toy.job({"rounds": 9, "schedule": {"minimum_sites": 1}}))
+    gather, records = buffers_of_two(run), []
+    for index, kind in enumerate((TaskKind.TRAIN, TaskKind.EVALUATE)):
+        record = RoundRecord(
+            job=run.job,
+            run_id=toy.RUN,
+            state=replace(toy.initial_state(run.job), round_index=index),
+            cohort=toy.SITES,
+            layout=toy.LAYOUT,
+            clock=VirtualClock(),
+            emit=run.events.append,
+            kind=kind,
+        )
+        records.append(record)
+    gather.update(records[0], np.zeros_like(records[0].state.weights_d))
+    gather.evaluation(records[1])
+    (left,) = [e for e in run.told(SiteFailed) if e.bytes_up]
+    assert (left.site, left.kind, left.bytes_up) == (C, "surplus", 7)
+
+
 def test_group_gets_the_next_model_once_all_its_sites_have_answered():
     """Also where the first answer came before the newest model."""
     pair = Buffered(size=2, max_staleness=10, groups=[frozenset({A, B})])
     first, second = (OpenTask(site, 1, 0, 0) for site in (A, B))
     view = ScheduleView(round_index=2, rounds=9, cohort=(A, B), open=[second])
-    assert pair.next(view, (), 0.0) == Wait()
+    assert isinstance(pair.next(view, (), 0.0), Wait)
     ended = replace(view, open=[], buffered=lambda: 2)
     last = [Arrival(second, counts=True)]  # The first came before this model.
     assert pair.next(ended, last, 0.0) == Apply()
     lost = [Arrival(first, counts=False), Arrival(second, counts=False)]
     third = OpenTask(C, 1, 0, 0)
-    assert pair.next(replace(view, open=[third]), lost, 0.0) == Wait()
+    assert isinstance(pair.next(replace(view, open=[third]), lost, 0.0), Wait)
     few = replace(ended, buffered=lambda: 1)  # B dropped out of the sum.
     assert pair.next(few, last, 0.0) == Apply()  # Nothing is left to wait for.
     assert pair.next(few, (), 0.0) == Send([A, B])
