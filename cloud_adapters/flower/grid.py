@@ -137,6 +137,7 @@ class FlowerGrid:
         self._stopped = stopped
         self._known, self._quorum = attendance.known, attendance.quorum
         self._tell, self._revoked = attendance.tell, attendance.revoked
+        self._replicas = attendance.replicas
         self._answers = Answers(delivery.frames)
         # When the node of a site had been let in that was last asked something.
         self._activations: dict[SiteId, str | None] = {}
@@ -186,7 +187,7 @@ class FlowerGrid:
         self._num_sent += len(tasks)
         sites = {task.site for task in tasks} & self._nodes.keys()
         self._presence.await_return(
-            {self._nodes[site] for site in sites - self._revoked()},
+            self._awaited(sites - self._revoked()),
             deadline_seconds,
             partial(self._tell_awaited, tasks),
             round_index=tasks[0].round_index if tasks else 0,
@@ -258,6 +259,16 @@ class FlowerGrid:
         let_in = self._presence.activations()
         now = {s: let_in.get(node) for s, node in self._nodes.items() if s in sites}
         return [s for s in now if now[s] not in {None, self._activations.get(s)}]
+
+    def _awaited(self, sites: Collection[SiteId]) -> set[int]:
+        """Nodes of sites, without those that are gone and whose replica is there."""
+        asked = {self._nodes[site] for site in sites}
+        silent = self._presence.silent(asked)
+        for group in self._replicas:
+            copies = {self._nodes[site] for site in sites if site in group}
+            if not copies <= silent:
+                asked -= copies & silent
+        return asked
 
     def _tell_awaited(
         self, tasks: Sequence[Asked], silent: Collection[int], seconds: float

@@ -82,6 +82,8 @@ class Attendance:
         required: Sites that must be there; all of them by default.
         quorum: Sites without which an exchange is of no use; 0 to wait for none.
         grace: See ``Presence``.
+        replicas: Groups of sites with the same data: if one of them is there, no round
+            waits for the others to come back.
         connect_seconds: How long to wait for the nodes, and for the answers to each
             further question of the handshake.
         spare_seconds: How long to wait, at most, after enough sites are there and none
@@ -97,6 +99,7 @@ class Attendance:
     required: int | None = None
     quorum: int = 1
     grace: float | str | None = None
+    replicas: Sequence[Collection[str]] = ()
     connect_seconds: float = CONNECT_SECONDS
     spare_seconds: float | None = None
     tell: Tell = field(default=lambda _found: None)

@@ -263,6 +263,7 @@ def _connector(
                 required=fewest_nodes(sites, behind, required),
                 quorum=fewest_nodes(sites, behind, quorum),
                 grace=deployed.job.schedule.grace,
+                replicas=deployed.job.schedule.replicas,
                 connect_seconds=config.file.connect_seconds,
                 spare_seconds=None if behind else spare_seconds,
                 tell=deployed.note_connected,

@@ -768,6 +768,27 @@ def test_grace_bounds_the_wait_for_a_frozen_site_if_a_quorum_is_there(
     assert kinds(exchange(grid, round_index=3))["one"] == "answered"
 
 
+@pytest.mark.parametrize(
+    ("silent", "seconds"), [([20], (0.0, 5.0)), ([20, 10], (90.0, 95.0))]
+)
+def test_no_round_waits_for_a_site_whose_replica_is_there(
+    beating: Beating,
+    clock: VirtualClock,
+    silent: list[int],
+    seconds: tuple[float, float],
+):
+    """Their answer is the same; if both are gone, their data is missing."""
+    replicas = [(SITES[1], SITES[0])]
+    grid = make_grid(beating, clock, handshake=NamesRead(), replicas=replicas)
+    for node in silent:
+        stop_beating(beating, clock, node)
+    clock.sleep(30.0)
+    before = clock.now()
+    assert kinds(exchange(grid, seconds=600.0))["one"] == FailureKind.DISCONNECTED
+    low, high = seconds
+    assert low <= clock.now() - before < high
+
+
 def test_a_run_whose_sites_wait_for_nobody_awaits_no_lost_node(
     beating: Beating, clock: VirtualClock
 ):
