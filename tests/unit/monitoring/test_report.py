@@ -23,6 +23,7 @@ from federation.events import (
     ModelEvaluated,
     RunStarted,
     SiteAnswered,
+    SiteFailed,
 )
 from federation.messages import (
     UNKNOWN_ENERGY,
@@ -200,6 +201,28 @@ def test_confusion_matrix_with_noise_has_shares_of_0_to_1():
     assert "noise on a count has a standard deviation of" in section
     found = metrics_of(sums)
     assert 0 < found["mean_iou"] < found["macro_f1"] < 1
+
+
+def test_report_does_not_claim_answers_that_were_not_needed():
+    events = event_samples.two_sites(2)
+    claim = "every site sent its update"
+    assert claim in _section(page_with(fold(events)), "failures")
+    (one, *_) = [event for event in events if isinstance(event, SiteAnswered)]
+    left = SiteFailed(
+        at=one.at,
+        round_index=one.round_index,
+        site=one.site,
+        kind=FailureKind.SURPLUS,
+        message="others had answered already",
+        asked_seconds=one.asked_seconds,
+        answered_seconds=one.answered_seconds,
+        bytes_down=one.bytes_down,
+        bytes_up=0,
+    )
+    told = [left if event is one else event for event in events]
+    section = _section(page_with(fold(told)), "failures")
+    assert claim not in section
+    assert "not needed" in section
 
 
 def test_run_in_virtual_time_names_no_date():
