@@ -7,8 +7,10 @@ tenth of the rounds were lost in that. Here small tasks travel whole
 ones, and messages are confirmed, which deletes them, when no exchange waits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
+import httpx
 from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
@@ -37,6 +39,22 @@ class _NotYet(Exception):
     """An object has not been pushed yet."""
 
 
+class SuperLinkFailed(Exception):
+    """The SuperLink met an error of its own: another coordinator continues the run."""
+
+
+@contextmanager
+def _asking() -> Iterator[None]:
+    try:
+        yield
+    except httpx.HTTPStatusError as error:
+        raise SuperLinkFailed(
+            f"the SuperLink answered HTTP {error.response.status_code}. It does so "
+            "while the disk is full: see crossfed ps; if it is not, see "
+            "logs/superlink.log beside aggregator.toml"
+        ) from error
+
+
 class RuntimeGrid(HttpGrid):
     """Flower's grid of a run, over its connection."""
 
@@ -52,6 +70,7 @@ class RuntimeGrid(HttpGrid):
     def _runtime_client(self) -> RuntimeHttpClient:
         return self._grid._runtime_client  # noqa: SLF001 -- there is no other way in
 
+    @_asking()
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send messages; their ids, in the same order."""
         parcels = [
@@ -82,6 +101,7 @@ class RuntimeGrid(HttpGrid):
         )
         return list(taken.message_ids)
 
+    @_asking()
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Answers to messages, as far as they have arrived as a whole."""
         # A SuperLink reports each answer only once.

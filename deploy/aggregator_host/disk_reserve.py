@@ -11,10 +11,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cloud_adapters.storage.disk.files import reserve
+from cloud_adapters.superlink.answer_limits import free_bytes
+from deploy.aggregator_host.config import AggregatorConfig
 
 NAME = "reserve"
 # A book of sites of 16 MiB, its copy, and the list of revoked certificates.
 RESERVE_BYTES = 64 << 20
+
+
+def shortage(config: AggregatorConfig) -> str:
+    """Say that a disk is too full for answers, and what to do; empty if none is."""
+    folders = [each for each in (config.folder, config.flower) if each.exists()]
+    free, folder = min((free_bytes(each), each) for each in folders)
+    least = config.file.limits.bytes().reserve
+    if free >= least:
+        return ""
+    return (
+        f"the disk of {folder} has {free >> 20} MiB free: sites' answers are refused "
+        f"until it has {least >> 20} MiB (limits.reserve_mib in aggregator.toml); free "
+        "some space"
+    )
 
 
 def is_there(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from cloud_adapters.net.ports import LOOPBACK
 from cloud_adapters.nginx import config as proxy, processes as proxy_processes
 from cloud_adapters.nginx.config import ProxySettings
 from cloud_adapters.storage.disk.part_file import file_errors
-from cloud_adapters.superlink.answer_limits import Limits, free_bytes
+from cloud_adapters.superlink.answer_limits import Limits
 from cloud_adapters.superlink.control import FlowerControl
 from deploy import audit_log
 from deploy.aggregator_host import (
@@ -207,18 +207,14 @@ class AggregatorService:
 
     def _look_at_disk(self) -> None:
         """Report when the disk is too full for answers, and when it no longer is."""
-        folders = (self.config.folder, self.config.flower)
-        free, folder = min((free_bytes(each), each) for each in folders)
-        reserve = self._limits.reserve
-        is_full = free < reserve
+        shortage = disk_reserve.shortage(self.config)
+        is_full = bool(shortage)
         if is_full and not self._is_full:
-            self.listener(
-                f"the disk of {folder} has {free >> 20} MiB free: sites' answers are "
-                f"refused until it has {reserve >> 20} MiB (limits.reserve_mib in "
-                "aggregator.toml); free some space"
-            )
+            self.listener(shortage)
         elif self._is_full and not is_full:
-            self.listener(f"the disk of {folder} has enough free space again")
+            self.listener(
+                f"the disk of {self.config.folder} has enough free space again"
+            )
         self._is_full = is_full
         if not is_full and not disk_reserve.is_there(self.config.folder):
             disk_reserve.fill(self.config.folder)

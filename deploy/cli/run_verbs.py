@@ -248,10 +248,12 @@ class _Pauses:
             self._told = text
 
     def _reason(self) -> str:
-        from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- as above
+        from deploy.aggregator_host import disk_reserve, run_queue  # noqa: PLC0415
         from federation import folder_lock  # noqa: PLC0415 -- as above
         from monitoring.terminal.progress import ANOTHER  # noqa: PLC0415
 
+        if shortage := disk_reserve.shortage(self._config):
+            return f"run {self._run.path.name} waits for space: {shortage}"
         queue = run_queue.handed_over(self._run.path.parents[1])
         known = next((one for one in queue.runs if one.run == self._run), None)
         if (
@@ -297,7 +299,12 @@ def _lines(
 def _ps(options: argparse.Namespace) -> int:
     if remote_runs.is_remote(options):
         return _say_rows(options, remote_runs.rows(options))
-    from deploy.aggregator_host import admission, run_notes, run_queue  # noqa: PLC0415
+    from deploy.aggregator_host import (  # noqa: PLC0415 -- keeps `--help` fast
+        admission,
+        disk_reserve,
+        run_notes,
+        run_queue,
+    )
     from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
 
     config = _config(options)
@@ -306,6 +313,8 @@ def _ps(options: argparse.Namespace) -> int:
         tell(
             "no aggregator is running here: no run goes on until crossfed aggregator up"
         )
+    if shortage := disk_reserve.shortage(config):
+        tell(shortage)
     for one in queue.damaged:
         tell(f"run {one.run.path.name} is not started: {one.reason}")
     for damage in (run_notes.read(one.run.events).damage for one in queue.runs):

@@ -16,6 +16,7 @@ if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
 flower_simulation.import_flower()
 
+import httpx  # noqa: E402
 from flwr.app import (  # noqa: E402
     Array,
     ArrayRecord,
@@ -44,7 +45,7 @@ from cloud_adapters.flower import (  # noqa: E402
     site as flower_site,
 )
 from cloud_adapters.flower.envelope import Envelope, Parcel  # noqa: E402
-from cloud_adapters.flower.runtime import RuntimeGrid  # noqa: E402
+from cloud_adapters.flower.runtime import RuntimeGrid, SuperLinkFailed  # noqa: E402
 
 pytestmark = pytest.mark.flower
 
@@ -291,3 +292,18 @@ def test_other_grids_stay_as_they_are():
     """A simulation has no SuperLink."""
     other: Any = object()
     assert flower_runtime.over(other) is other
+
+
+def test_error_of_the_superlink_says_where_to_look():
+    """The coordinator's notice quotes it, to who watches a run on a full disk."""
+
+    class Full(FakeSuperLink):
+        def PullMessages(self, request: Any) -> Any:  # noqa: N802
+            del request
+            asked = httpx.Request("POST", "https://127.0.0.1/v1/pull")
+            httpx.Response(500, request=asked).raise_for_status()
+
+    grid = RuntimeGrid(Full())  # type: ignore[arg-type]
+    with pytest.raises(SuperLinkFailed, match=r"HTTP 500.*disk is full") as told:
+        grid.pull_messages(["one"])
+    assert "\n" not in str(told.value)

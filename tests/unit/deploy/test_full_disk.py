@@ -12,12 +12,15 @@ from cryptography import x509
 from faults import disks
 from support.enrolments import Federation
 from support.programs import needs
+from support.small_jobs import small_job
 
 from cloud_adapters.flower import simulation as flower_simulation
 from cloud_adapters.superlink.answer_limits import Limits, free_bytes
 from deploy.aggregator_host import (
+    config as aggregator_file,
     disk_reserve,
     enrolment_operator,
+    run_queue,
     superlink_process,
 )
 from deploy.aggregator_host.config import (
@@ -26,8 +29,10 @@ from deploy.aggregator_host.config import (
     LimitsSpec,
 )
 from deploy.aggregator_host.enrolment_book import BookDamaged, BookFile, Invitation
+from deploy.cli import commands as cli, run_verbs
 from federation.clock import VirtualClock
 from federation.errors import StoreUnavailable
+from monitoring.runs.run_folder import RunFolder
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -166,6 +171,27 @@ def test_a_full_disk_is_told_once_and_its_reserve_comes_back(tmp_path: Path):
     assert ["again" in line for line in said] == [False, True]
     assert disk_reserve.is_there(tmp_path)
     assert service._health(b"") == (200, b'{"status": "ok"}')
+
+
+def test_a_full_disk_is_named_to_who_looks_at_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    limits = f"limits.reserve_mib = {2 * free_bytes(tmp_path) // MIB}\n"
+    toml = tmp_path / "aggregator.toml"
+    toml.write_text(f'listen = "h:1"\nhosts = ["h"]\n{limits}')
+    config = aggregator_file.load(toml)
+    run, clock = RunFolder(config.runs / "small" / "one"), VirtualClock()
+    run_queue.submit(small_job(), run, at=0.0)
+    assert cli.main(["ps", "--aggregator", str(toml)]) == 0
+    assert "MiB free" in capsys.readouterr().err
+    pauses = run_verbs._Pauses(run, config, clock)
+    for _ in range(3):
+        clock.sleep(run_verbs.PAUSE_SECONDS)
+        pauses.look()
+    assert capsys.readouterr().err.count("run one waits for space: the disk") == 1
+    toml.write_text('listen = "h:1"\nhosts = ["h"]\n')
+    assert cli.main(["ps", "--aggregator", str(toml)]) == 0
+    assert "MiB free" not in capsys.readouterr().err
 
 
 def test_state_shrinks_again(tmp_path: Path):
