@@ -77,15 +77,21 @@ def is_task(report: SiteAnswered | SiteFailed) -> bool:
     return isinstance(report, SiteAnswered) or report.kind not in _ASIDE
 
 
+def is_late(report: SiteFailed) -> bool:
+    """Whether it is an answer to a task that was counted when it was closed."""
+    is_unneeded = report.kind is FailureKind.SURPLUS and not report.bytes_down
+    return report.kind is FailureKind.LATE or is_unneeded
+
+
 def surplus(reports: Iterable[SiteAnswered | SiteFailed]) -> tuple[int, int, float]:
-    """Count tasks that nobody needed: how many, their bytes, and their seconds."""
+    """Count tasks that nobody needed: how many, their bytes, seconds until closed."""
     found = [
         each
         for each in reports
         if isinstance(each, SiteFailed) and each.kind is FailureKind.SURPLUS
     ]
     # A late answer to a withdrawn task has an event of its own.
-    tasks = [each for each in found if each.bytes_down]
+    tasks = [each for each in found if not is_late(each)]
     return (
         len(tasks),
         sum(each.bytes_down + each.bytes_up for each in found),
@@ -103,7 +109,8 @@ class Participation:
         share: Share of the sites' time in rounds that was waiting; None where it is not
             known: sites of one process wait for its cores.
         surplus: Of tasks that were withdrawn, or whose answers were not used, since
-            others had answered before: how many, their bytes, and their seconds.
+            others had answered before: how many, their bytes, and the seconds until
+            they were closed. How long sites went on with them is not known.
     """
 
     counts: Mapping[str, int]
@@ -136,7 +143,8 @@ class Participation:
             yield (
                 f"{format_count(tasks, 'task')} {'was' if tasks == 1 else 'were'} "
                 "not needed, since others had answered before: "
-                f"{format_bytes(wasted)}, {format_duration(seconds)} of sites"
+                f"{format_bytes(wasted)}, {format_duration(seconds)} of sites until "
+                "then; a site finishes what it has begun"
             )
         if self.fairness is not None:
             counts = self.counts.values()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from federation.events import CheckpointSaved, ModelEvaluated, SiteFailed
 from federation.messages import Resources
 from monitoring.views.round_view import NOT_ASKED, RoundView, accuracy_of, loss_of
-from monitoring.views.site_view import Series, SiteView, total
+from monitoring.views.site_view import Series, SiteView, num_missed, total
 
 if TYPE_CHECKING:
     from monitoring.views.run_view import RunView
@@ -111,7 +111,7 @@ class RunTotals:
         clips: Clip norms; two are enough to know that they differ.
         has_unheard: Whether some loss does not cover all sites.
         aggregator: What rounds took at the aggregator.
-        num_failures: Refused and missing answers that a round needed.
+        num_failures: Tasks without an answer that counted, though a round needed it.
         kinds: The same by kind.
         failures: The newest of them.
         counts: For each site the rounds in which its update counted.
@@ -169,7 +169,7 @@ class RunTotals:
             ),
             has_unheard=any(row.num_unheard for row in view.rounds),
             aggregator=total([each.resources for each in ended if each.resources]),
-            num_failures=len(failures),
+            num_failures=num_missed(failures),
             kinds=_pairs(Counter(each.kind.value for each in failures)),
             failures=failures[-MAX_FAILURES:],
             counts=_pairs(counts),

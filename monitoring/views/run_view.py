@@ -36,7 +36,7 @@ from federation.events import (
 from federation.job.metrics import CONFUSION, ENTROPIES, LANGUAGE, STATISTICS
 from federation.messages import MetricSums, PrivacySpent
 from monitoring.views import run_totals
-from monitoring.views.participation import Participation, surplus
+from monitoring.views.participation import Participation, is_late, surplus
 from monitoring.views.round_view import RUNNING, RoundView
 from monitoring.views.run_totals import (
     RoundRow,
@@ -265,7 +265,8 @@ class RunView:
     @property
     def evaluation_bytes(self) -> tuple[int, int]:
         """Bytes up and down to evaluate outside rounds: those of the final model."""
-        found = self._evaluating("bytes_up"), self._evaluating("bytes_down")
+        late = sum(each.bytes_up for each in self.unevaluated if is_late(each))
+        found = self._evaluating("bytes_up") - late, self._evaluating("bytes_down")
         past = self.past.evaluation_bytes if self.past else (0, 0)
         return found[0] + past[0], found[1] + past[1]
 

@@ -19,7 +19,7 @@ from federation.messages import (
     PrivacySpent,
     Resources,
 )
-from monitoring.views.participation import is_task
+from monitoring.views.participation import is_late, is_task
 from monitoring.views.round_view import accuracy_of, loss_of, without_copies
 
 # A site may claim any number, and a page has to show it.
@@ -45,7 +45,7 @@ class SiteView:
         loss: Loss of the global model after a round on this site's held-out data.
         accuracy: Accuracy of the same.
         failures: Everything of it that did not count; not of rounds that are settled.
-        num_failures: How many these are, in all rounds.
+        num_failures: How many tasks failed, in all rounds.
         promise: What it promises of its records; None without privacy.
         spent: The most that it has reported to have spent; None if it has not.
         epsilon: What it had spent on its training records, by round.
@@ -113,7 +113,7 @@ def site_view(
         loss=_series((m.round_index, loss_of(m.sums)) for m in measured),
         accuracy=_series((m.round_index, accuracy_of(m.sums)) for m in measured),
         failures=failed,
-        num_failures=len(failed),
+        num_failures=num_missed(failed),
     )
 
 
@@ -130,6 +130,11 @@ def failures(reports: Iterable[SiteAnswered | SiteFailed]) -> tuple[SiteFailed, 
         for report in without_copies(reports)
         if isinstance(report, SiteFailed) and report.kind is not FailureKind.SURPLUS
     )
+
+
+def num_missed(failed: Iterable[SiteFailed]) -> int:
+    """Count the tasks that failed: a late answer is to one that had failed before."""
+    return sum(not is_late(each) for each in failed)
 
 
 def total(used: Sequence[Resources]) -> Resources | None:

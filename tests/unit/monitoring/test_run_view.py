@@ -13,8 +13,10 @@ from federation.events import (
     ModelEvaluated,
     ModelSelected,
     PrivacyPlanned,
+    RoundFinished,
     RoundStarted,
     RunExtended,
+    RunFinished,
     RunStarted,
     SiteAnswered,
     SiteFailed,
@@ -462,3 +464,24 @@ def test_a_skipped_number_has_the_results_of_the_model_before_it():
     assert view.last_evaluated.round_index == 2
     assert outcome.chosen(view.selected) == "best by loss: that of round 2"
     assert (view.selected.best_round, result(view)["selected"]["round"]) == (2, 2)
+
+
+def test_a_missed_round_is_one_failure_also_if_its_answer_comes_late():
+    """The late answer is listed, and counted as neither a task nor an evaluation's."""
+    site = TWO_SITES[1]
+    events = event_samples.run(
+        Script(rounds=3, failures=((2, site, FailureKind.DEADLINE),))
+    )
+    at = next(i for i, e in enumerate(events) if isinstance(e, SiteFailed))
+    missed = events[at]
+    last = max(e.round_index for e in events if isinstance(e, RoundFinished))
+    late = replace(
+        missed, kind=FailureKind.LATE, round_index=last + 1, bytes_down=0, bytes_up=900
+    )
+    end = next(i for i, e in enumerate(events) if isinstance(e, RunFinished))
+    before, view = fold(events), fold([*events[:end], late, *events[end:]])
+    assert view.failures == (missed, late)
+    assert view.totals.num_failures == 1
+    assert [each.num_failures for each in view.sites] == [0, 1]
+    assert view.evaluation_bytes == before.evaluation_bytes
+    assert view.bytes_up == before.bytes_up + 900
