@@ -58,7 +58,9 @@ _PAUSE = b"pause\n"  # What the file says if the run is to be resumed.
 # What a run's disk must have room for before a coordinator is started.
 ROOM_BYTES = 1 << 20
 
-MISSED_LOOKS = 3
+# Looks, a second each, after which a coordinator without the lock has died; one that
+# has noted its end usually tells Flower within some seconds.
+MISSED_LOOKS, ENDED_LOOKS = 3, 8
 
 # After so many of its rounds in a row without an update a site is named.
 _FAILING_ROUNDS = 3
@@ -185,22 +187,22 @@ class QueuedRun:
         return self.request.used + turn
 
     @property
+    def has_begun(self) -> bool:
+        """Whether its coordinator has noted anything."""
+        before = self.coordinator
+        return before is not None and _written(self.run.events) >= before.at
+
+    @property
     def is_finishing(self) -> bool:
         """Whether its coordinator has done all rounds: it needs its sites no longer."""
-        before = self.coordinator
-        begun = before is not None and _written(self.run.events) >= before.at
-        return begun and self.run.is_ended()
+        return self.has_begun and self.run.is_ended()
 
     @property
     def has_made_way(self) -> bool:
         """Whether its coordinator has ended so that another one may continue."""
-        before, last = self.coordinator, run_notes.read(self.run.events).events[-1:]
-        return (
-            before is not None
-            and _written(self.run.events) >= before.at
-            and any(
-                isinstance(e, RunFinished) and e.status == INTERRUPTED for e in last
-            )
+        last = run_notes.read(self.run.events).events[-1:]
+        return self.has_begun and any(
+            isinstance(e, RunFinished) and e.status == INTERRUPTED for e in last
         )
 
     def hangs(self, now: float, *, connect_seconds: float) -> bool:
@@ -212,9 +214,8 @@ class QueuedRun:
         if self.coordinator is None or self.is_finishing:
             return False
         started = self.coordinator.at
-        begun = _written(self.run.events) >= started
         limit = connect_seconds
-        if begun:
+        if self.has_begun:
             limit = max(self.request.deadline_seconds, PATIENCE_SECONDS)
         limit += max(MARGIN_SECONDS, MARGIN_SHARE * limit)
         return now - max(started, _progressed(self.run)) > limit
@@ -641,8 +642,8 @@ def check_room(run: RunFolder) -> None:
 class DeadCoordinators:
     """Finds coordinators that have died, from the locks on their runs' folders.
 
-    One that has not been seen to hold the lock is not counted: it takes seconds to
-    start, and the one before it may still hold the lock.
+    One that has not been seen to hold the lock, and has noted nothing, is not counted:
+    it takes seconds to start, and the one before it may still hold the lock.
     """
 
     def __init__(self) -> None:
@@ -661,9 +662,11 @@ class DeadCoordinators:
             number, holder = one.coordinator.flower_run, one.run.holder()
             if holder in {"", number}:
                 missed[number] = 0
-            elif number in self._missed and not one.has_made_way:
-                missed[number] = self._missed[number] + 1
-                if missed[number] == MISSED_LOOKS:
+            elif number in self._missed or (one.coordinator.at and one.has_begun):
+                # What it has noted is known to a service that was killed with it, too.
+                missed[number] = self._missed.get(number, 0) + 1
+                limit = ENDED_LOOKS if one.has_made_way else MISSED_LOOKS
+                if missed[number] == limit:
                     found.append((one.run, int(number)))
         self._missed = missed
         return found

@@ -142,8 +142,8 @@ def test_a_coordinator_that_left_its_lock_has_died(tmp_path: Path):
     assert looks == [[], [], [(run, 7)], [], []]
 
 
-def test_a_coordinator_that_makes_way_has_not_died(tmp_path: Path):
-    """It has said so, and Flower knows that it has ended."""
+def test_a_coordinator_that_makes_way_has_time_to_tell_flower(tmp_path: Path):
+    """It has noted its end; if it was killed then, its run does not wait a minute."""
     run, dead = handed(tmp_path, "a", 1.0), run_queue.DeadCoordinators()
     started(tmp_path, 7, fruitless=1)
     with run.locked():
@@ -153,8 +153,24 @@ def test_a_coordinator_that_makes_way_has_not_died(tmp_path: Path):
     assert isinstance(end, RunFinished)
     with run.events.open("a") as events:
         events.write(f"{to_line(replace(end, status='interrupted'))}\n")
-    looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(5)]
-    assert not any(looks)
+    looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(9)]
+    assert looks == [*[[]] * 7, [(run, 7)], []]
+
+
+def test_a_service_that_starts_knows_a_coordinator_by_what_it_has_noted(tmp_path: Path):
+    """Both were killed, and Flower would notice after a minute."""
+    run = handed(tmp_path, "a", 1.0)
+    (one,) = run_queue.handed_over(tmp_path).runs
+    finish_rounds(run, 2)
+    written = run.events.stat().st_mtime
+    for at, expected in (
+        (written - 9.0, [[], [], [(run, 7)]]),
+        (written + 9.0, 3 * [[]]),
+    ):
+        run_queue.note_start(one, 7, fruitless=1, at=at)
+        dead = run_queue.DeadCoordinators()
+        looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(3)]
+        assert looks == expected
 
 
 def test_a_coordinator_that_has_just_been_started_has_not_died(tmp_path: Path):
