@@ -23,7 +23,9 @@ alike, and differ by noise.
 
 With ``data.placement = "dynamic"`` ``n_i`` are parts of one dataset, of which each is
 at one site in a round. They are dealt out in the order of the sites, so that a part
-moves only where a boundary does.
+moves only where a boundary does. A site that has answered none of the last ``WINDOW``
+rounds has none of its own, or nobody would train on them: until it answers, it is asked
+for the first ones, which another site has, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,6 +44,7 @@ from federation.rounds.local_work import (
     PARTS,
     allocated,
     by_capacity,
+    fewest_parts,
     is_by_capacity,
     moves_data,
     steps_each,
@@ -75,11 +78,23 @@ class Placement(Capacity):
     def before_round_(self, record: RoundRecord) -> None:
         """Deal the data out."""
         super().before_round_(record)
-        sizes, first = record.steps_of, (record.round_index - 1) * PARTS
+        first, times = (record.round_index - 1) * PARTS, record.state.site_times
+        silent = [s for s in record.cohort if _is_silent(times.get(s, ()), record)]
+        if len(silent) < len(record.cohort):
+            few = range(first, first + fewest_parts(self.job))
+            record.steps_of |= dict.fromkeys(silent, few)
+        else:
+            silent = []
+        sizes = {s: each for s, each in record.steps_of.items() if s not in silent}
         ends = np.cumsum([0, *map(len, sizes.values())])
         ends = (first + ends * PARTS // ends[-1]).tolist()
         for site, start, stop in zip(sizes, ends, ends[1:], strict=False):
             record.steps_of[site] = range(start, stop)
+
+
+def _is_silent(times: Sequence[RoundTime], record: RoundRecord) -> bool:
+    last = max((time.round_index for time in times if not time.missed), default=0)
+    return record.round_index - last > WINDOW
 
 
 def begin(job: JobSpec) -> ServerGuest | None:

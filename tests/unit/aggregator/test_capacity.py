@@ -14,13 +14,16 @@ from aggregator.methods.capacity import Capacity, allocate
 from aggregator.methods.chosen_steps import Pace
 from federation.clock import VirtualClock
 from federation.ids import SiteId
+from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import FailureKind, SiteUpdate
 from federation.protocols import RoundTime, RunState
 from federation.rounds.failures import failure
 from federation.rounds.local_work import (
+    PARTS,
     allocated,
     bounds,
+    fewest_parts,
     schedule_step,
     steps_each,
 )
@@ -166,6 +169,41 @@ def test_late_site_gets_less_work_and_absent_one_does_not():
     second = opened(job, replace(known, round_index=1))
     guest.before_round_(second)
     assert len(second.steps_of[C]) < 10 < len(second.steps_of[A])
+
+
+def test_parts_of_a_site_that_answers_no_more_go_to_the_others():
+    """Or nobody would train on its records for the rest of the run."""
+    document = toy.document({"rounds": 9, "data": {"placement": "dynamic"}})
+    document["training"]["local_epochs"] = 1
+    del document["training"]["local_steps"]
+    job = job_file.parse(document)
+
+    def dealt(*last: int) -> Mapping[SiteId, range]:
+        """The parts of round 5, from 0 on; ``last`` is when each site answered."""
+        times = {
+            site: (replace(took(PARTS // 3, 2.0), round_index=index),)
+            for site, index in zip(toy.SITES, last, strict=False)
+        }
+        state = replace(toy.initial_state(job), site_times=times, round_index=4)
+        record = opened(job, state)
+        capacity.Placement(job).before_round_(record)
+        begin = 4 * PARTS
+        return {
+            site: range(parts.start - begin, parts.stop - begin)
+            for site, parts in record.steps_of.items()
+        }
+
+    usual = dealt(4, 4, 2)
+    assert usual[C].stop == PARTS == sum(map(len, usual.values()))
+    silent = dealt(4, 4, 1)
+    assert silent[A].start == 0
+    assert silent[A].stop == silent[B].start
+    assert silent[B].stop == PARTS
+    assert silent[C] == range(fewest_parts(job))
+    never = dealt(4, 4)
+    assert never == silent
+    nobody = dealt(1, 1, 1)
+    assert sum(map(len, nobody.values())) == PARTS
 
 
 @pytest.mark.parametrize("each", [4, 10, 20, 23])
