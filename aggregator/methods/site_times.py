@@ -22,7 +22,12 @@ from federation.job.spec import LEARNT, JobSpec
 from federation.protocols import RoundTime, RunState
 from federation.rounds.gather import evaluates
 from federation.rounds.guest import ServerGuest
-from federation.rounds.local_work import is_by_capacity, moves_data
+from federation.rounds.local_work import (
+    accumulate_in,
+    is_by_capacity,
+    leaves_steps_open,
+    moves_data,
+)
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import grace_seconds
 
@@ -41,6 +46,8 @@ class SiteTimes(ServerGuest):
         is_evaluated = evaluates(self.job, record.state)
         for site in record.cohort:
             if times := record.state.site_times.get(site):
+                work = self._work(record.round_index, record.num_steps_of(site))
+                times = tuple(self._with(work, time) for time in times)
                 given = patience(times, evaluates=is_evaluated)
                 record.patience[site] = min(most, given)
 
@@ -73,6 +80,17 @@ class SiteTimes(ServerGuest):
             times[site] = _noted(times[site], time)
         newest = {site: self._newest(found) for site, found in times.items()}
         return replace(new_state, site_times={**before, **newest})
+
+    def _work(self, round_index: int, num_steps: int) -> int:
+        """Batches that a site takes in a round, in units that all rounds share."""
+        chosen = num_steps if leaves_steps_open(self.job) else 1
+        return chosen * accumulate_in(self.job.training, round_index)
+
+    def _with(self, work: int, time: RoundTime) -> RoundTime:
+        """Predict what a round takes from one that had less work."""
+        less = self._work(time.round_index, time.num_steps) or work
+        longer = max(0.0, work / less - 1) * (time.train_seconds or time.seconds)
+        return replace(time, seconds=time.seconds + longer)
 
     def _newest(self, times: Sequence[RoundTime]) -> tuple[RoundTime, ...]:
         """Keep the newest times; rounds that were missed push out no answers."""

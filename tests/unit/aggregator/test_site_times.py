@@ -112,6 +112,32 @@ def test_no_deadline_is_longer_than_that_of_the_round():
     assert deadlines(job, state) == {A: 50.0, B: 15.0}, "C has never been asked"
 
 
+@pytest.mark.parametrize(
+    ("changes", "steps", "given_seconds"),
+    [
+        ({"training": {"accumulate_from": [[2, 3]]}}, None, 45.0),
+        ({"schedule": {"allocation": "capacity"}}, 6, 30.0),
+        ({"schedule": {"allocation": "capacity"}}, 1, 15.0),
+        ({"schedule": {"local_work": "auto", "max_local_steps": 9}}, 6, 30.0),
+        ({}, None, 15.0),
+    ],
+    ids=["larger steps", "more steps", "fewer steps", "chosen steps", "equal work"],
+)
+def test_deadline_of_a_round_of_more_work_is_longer_in_proportion(
+    changes: dict[str, Any], steps: int | None, given_seconds: float
+):
+    """A round of fewer steps has that of the longer one: it may be due to waiting."""
+    learnt = {"schedule": {"minimum_sites": 2, "grace": "learnt"}}
+    job = toy.job(toy.merged({"rounds": 40, **learnt}, changes))
+    times = {A: (*answered(10.0),), B: (replace(*answered(10.0), train_seconds=8.0),)}
+    state = replace(toy.initial_state(job), round_index=1, site_times=times)
+    record = opened(job, state)
+    record.steps = steps and range(steps)
+    SiteTimes(job).before_round_(record)
+    more = (given_seconds - 15.0) * 0.8  # B waits for two of its ten seconds.
+    assert record.patience == pytest.approx({A: given_seconds, B: 15.0 + more})
+
+
 def test_deadline_of_a_round_that_evaluates_is_longer_by_the_evaluation():
     """Of which the sites' own word is known; what rounds take is noted without it."""
     job = toy.job(
