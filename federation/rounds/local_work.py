@@ -101,15 +101,18 @@ def steps_each(job: JobSpec, round_index: int) -> int:
     """Mean of the steps of a round by capacity, to which sites scale their updates.
 
     The first round measures, with equal work of the fewest steps that a site may take.
-    The next rounds share what it has left. A buffer waits for nobody.
+    The next rounds share what it has left, as far as the most allows. A buffer waits
+    for nobody.
     """
     each, before = job.training.local_steps or 0, round_index - 1
     if job.buffer_size is not None or before > _MAKE_UP:
         return each
-    left = each - bounds(job)[0]
+    fewest, most = bounds(job)
     if not before:
-        return each - left
-    return each + left * before // _MAKE_UP - left * (before - 1) // _MAKE_UP
+        return fewest
+    left = each - fewest
+    more = left * before // _MAKE_UP - left * (before - 1) // _MAKE_UP
+    return min(most, each + more)
 
 
 def allocated(job: JobSpec, round_index: int, num_steps: int) -> range:

@@ -219,6 +219,14 @@ def test_rounds_make_up_for_the_short_first_one(each: int):
     assert steps_each(replace(job, schedule=schedule), 1) == each
 
 
+@pytest.mark.parametrize(("most", "mean"), [(20, 20), (22, 22), (30, 25)])
+def test_mean_of_a_round_is_no_more_than_a_site_may_take(most: int, mean: int):
+    """Or updates would be scaled to steps that nobody took."""
+    assert [steps_each(job_of(20, max_local_steps=most), i) for i in (2, 3, 4)] == [
+        mean
+    ] * 3
+
+
 def test_late_task_of_a_buffer_counts_from_when_it_was_sent():
     """The round in which its deadline passes may last for a moment only."""
     job = toy.job(
