@@ -104,7 +104,7 @@ class VirtualMachines:
                     fault=lambda task, answer: faults[task.site](task, answer),
                     returned=faults[next(iter(sites))].returned,
                     combine_seconds=self.job.simulation.combine_seconds,
-                    quorum=self.job.buffer_size or self.job.minimum_sites,
+                    quorum=self.job.fewest_updates,
                     tell_awaited=self._note_awaited,
                 )
             )

@@ -77,7 +77,7 @@ def _things_of_rounds(job: JobSpec) -> Mapping[str, bool]:
     down, links = job.communication.down_codec.name, job.communication.links
     is_mean = (step.name, step.lr) == ("average", 1.0)
     return {
-        Thing.PARTIAL_ROUNDS: (job.buffer_size or job.minimum_sites) < len(job.sites),
+        Thing.PARTIAL_ROUNDS: job.fewest_updates < len(job.sites),
         Thing.ALL_ASKED: job.schedule.sites_per_round is None,
         Thing.MEAN: combine == "mean",
         Thing.OTHER_COMBINE: combine != "mean",

@@ -844,6 +844,11 @@ class JobSpec:
         fewest = map(self.group_threshold, schedule.groups)
         return schedule.buffer_size or min(fewest, default=(len(self.sites) + 1) // 2)
 
+    @property
+    def fewest_updates(self) -> int:
+        """Updates without which no model is made."""
+        return self.buffer_size or self.minimum_sites
+
     def group_threshold(self, group: Sequence[str]) -> int:
         """Fewest updates that a sum of one of `schedule.groups` holds.
 

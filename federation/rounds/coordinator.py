@@ -482,7 +482,7 @@ def _check_progress(
     if state.lost_in_a_row >= job.schedule.max_lost_rounds:
         raise QuorumNotMet(
             f"{state.lost_in_a_row} rounds in a row had no result, the last of them "
-            f"round {state.round_index} (the quorum is {job.minimum_sites} of "
+            f"round {state.round_index} (the quorum is {job.fewest_updates} of "
             f"{job.cohort_size} sites){_said(complaints)}",
             _what_is_left(job, parts, state),
         )
@@ -533,7 +533,7 @@ def _check_result(
         )
         raise QuorumNotMet(
             f"{none} result (the quorum is "
-            f"{job.minimum_sites} of {job.cohort_size} sites){_said(complaints)}",
+            f"{job.fewest_updates} of {job.cohort_size} sites){_said(complaints)}",
             "nothing was trained",
         )
 

@@ -34,7 +34,7 @@ from clients.privacy.ring_seal import RingSeal
 from deploy.aggregator_host.deployed_run import DeployedRun
 from deploy.wiring.parts import build_federation
 from federation.clock import SystemClock
-from federation.errors import JobError, SiteError
+from federation.errors import JobError, QuorumNotMet, SiteError
 from federation.events import (
     Event,
     ModelEvaluated,
@@ -187,6 +187,20 @@ def test_updates_that_are_too_old_count_nothing(
         assert "has no sum of site-2, site-5" in warned.message
         assert "is too old" in warned.message
     assert {e.status for e in of(RoundFinished, events)} == {"completed"}
+
+
+def test_run_without_enough_sites_for_a_sum_ends_and_says_how_many_it_needs():
+    spells: list[list[list[float]]] = [[], [], *([[[0.3, 1e5]]] * 4)]
+    away = {
+        "simulation": {
+            "machines": [
+                {"site": site, "examples_per_second": 100.0, "away": each}
+                for site, each in zip(SITES, spells, strict=True)
+            ]
+        }
+    }
+    with pytest.raises(QuorumNotMet, match=r"3 of 6 sites.*is away"):
+        told(FREE, away)
 
 
 def test_site_that_fails_in_training_is_missed_by_nobody():
