@@ -35,6 +35,7 @@ SeeSum = Callable[[Vector], None]
 
 # What a colluder's share is worth against its fellows: they take it off again.
 _NO_NOISE = SumNoise(spans=())
+_NOT_FAILED = FailureKind.BUDGET, FailureKind.SURPLUS
 
 
 class Stage(Protocol):
@@ -183,8 +184,9 @@ def run_rounds(
     failures: list[SiteFailed] = []
 
     def emit(event: Event) -> None:
-        # What a spent budget forbids was not released, and is not to be audited.
-        if isinstance(event, SiteFailed) and event.kind is not FailureKind.BUDGET:
+        # What a spent budget forbids was not released, and is not to be audited. Tasks
+        # that are open at the end of a buffered run are given up.
+        if isinstance(event, SiteFailed) and event.kind not in _NOT_FAILED:
             failures.append(event)
         for listener in listeners:
             listener(event)

@@ -151,6 +151,14 @@ def test_rounds_of_larger_steps_are_audited_at_their_own_rates():
     assert broken.broken == broken.sites
 
 
+def test_buffered_run_is_audited_although_tasks_are_open_at_its_end():
+    job = private_job(1.0, num_sites=3)
+    free = replace(job.schedule, mode="buffered", buffer_size=2)
+    found = audited(replace(job, rounds=3, schedule=free), canaries=500)
+    assert found.broken == []
+    assert len(found.sites) == 3
+
+
 def person_job(noise: float) -> JobSpec:
     """One release of two records of each person."""
     job = private_job(noise)
