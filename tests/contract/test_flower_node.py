@@ -1,6 +1,7 @@
 """The node against a real SuperLink: over TLS, with keys, and through misfortune."""
 
 import contextlib
+import datetime as dt
 import gc
 import importlib.util
 import itertools
@@ -21,6 +22,7 @@ if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
 flower_simulation.import_flower()
 
+from flwr.supernode import node_auth_http_interceptor  # noqa: E402
 from support import flower_node_process, superlink  # noqa: E402
 from support.running_node import Running  # noqa: E402
 from support.superlink import SuperLink, wait_for  # noqa: E402
@@ -396,6 +398,56 @@ def test_key_that_was_never_registered_ends_the_node(server: SuperLink):
     text = _ended(node)
     assert words
     assert "stop the other agent" in text
+
+
+class WrongClock(SystemClock):
+    """One that is some seconds ahead until it is set."""
+
+    ahead = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead
+
+
+@pytest.mark.parametrize(
+    ("ahead", "is_refused"), [(3.0, False), (-200.0, False), (20.0, True)]
+)
+def test_node_waits_until_a_clock_that_flower_refuses_is_set(
+    server: SuperLink,
+    key: ec.EllipticCurvePrivateKey,
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: float,
+    *,
+    is_refused: bool,
+):
+    """Flower accepts signatures that are minutes old, and none of the future."""
+    clock, words = WrongClock(), list[str]()
+    clock.ahead = ahead
+
+    def signed_at() -> dt.datetime:
+        return dt.datetime.fromtimestamp(clock.now(), tz=dt.UTC)
+
+    def listen(word: str) -> None:
+        words.append(word)
+        if "two clocks" in word:
+            clock.ahead = 0.0
+        if word.startswith("connected"):
+            node.stopped.set()
+
+    monkeypatch.setattr(node_auth_http_interceptor, "now", signed_at)
+    node = flower_node_process.echo_node(
+        key,
+        server.address,
+        server.authority,
+        clock=clock,
+        listener=listen,
+        uniform=lambda *_: 0.1,
+    )
+    node.run()
+    *refusals, last = words
+    assert last.startswith("connected")
+    assert bool(refusals) is is_refused, words
+    assert all("this one is ahead" in each for each in refusals)
 
 
 def test_unreachable_aggregator_is_tried_again():
