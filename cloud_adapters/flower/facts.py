@@ -69,7 +69,7 @@ class Connected:
 
     def lack(self, site: str) -> str:
         """Name a site that is waited for, and what it lacks."""
-        lacks = "not connected" if site in self.absent else "has not answered"
+        lacks = "not connected" if site in self.absent else "has not answered yet"
         lacks = "revoked" if site in self.revoked else lacks
         return f"{site} ({lacks}{f': {self.what} waits' if self.what else ''})"
 

@@ -200,6 +200,8 @@ class DeployedRun:
         """Note for people which sites the run waits for."""
         gone = self.revoked().intersection(found.missing)
         found = replace(found, revoked=tuple(sorted(gone)))
+        if found.what == f"round {self._job.rounds + 1}":
+            found = replace(found, what="the final evaluation")
         run_queue.note_connected(self._run, found)
         if found.what and found.missing:
             text = (

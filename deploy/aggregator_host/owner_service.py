@@ -95,7 +95,7 @@ class OwnerService:
             who = f"owner {owner.name}"
             run_queue.ask_to_stop(one.run, at=self.clock.now(), who=who)
             self.listener(f"owner {owner.name} stops run {one.name}")
-            return {"run": one.name, "begun": one.run.exists()}
+            return {"run": one.name, "begun": one.coordinator is not None}
         raise FederationError(f"there is no action {action!r:.40}")
 
     def _rows(self, owner: Owner) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from federation.events import (
     RunStarted,
     SitesLeftOut,
 )
+from federation.messages import FailureKind
 from monitoring.privacy_words import has_noise
 from monitoring.runs.event_tail import EventTail
 from monitoring.runs.numbers_reader import NumbersReader
@@ -44,6 +45,7 @@ class RunNotes:
         epsilon: The largest of a round.
         loss: The newest mean held-out loss; None if there is none yet.
         is_noisy: Whether held-out results leave some site with noise.
+        replicas: Groups of sites that hold the same data.
         unheard: In how many of its rounds in a row a site had no part, by site.
         damage: The first damaged line of the log; see ``EventTail``.
     """
@@ -52,6 +54,7 @@ class RunNotes:
     epsilon: float = 0.0
     loss: float | None = None
     is_noisy: bool = False
+    replicas: tuple[tuple[str, ...], ...] = ()
     unheard: dict[str, int] = field(default_factory=dict)
     damage: str = ""
 
@@ -61,6 +64,8 @@ class RunNotes:
             case ModelEvaluated():
                 self.loss = loss_of(event.pooled)
                 return
+            case RunStarted():
+                self.replicas = event.replicas
             case PrivacyPlanned():
                 self.is_noisy = has_noise(event)
                 return
@@ -73,9 +78,13 @@ class RunNotes:
     def _note_unheard(self, event: RoundFinished) -> None:
         for site in event.answered:
             self.unheard.pop(site, None)
-        silent = {*event.asked} - {*event.answered}
-        # Otherwise some are surplus, or still at work.
-        if len(silent) == sum(number for _, number in event.failed):
+        answered = {*event.answered}
+        silent = {*event.asked} - answered
+        failed = sum(n for kind, n in event.failed if kind != FailureKind.SURPLUS)
+        if failed < len(silent):  # Replicas of those that answered were not needed.
+            groups = (g for g in self.replicas if not answered.isdisjoint(g))
+            silent.difference_update(*groups)
+        if len(silent) == failed:  # Otherwise some are surplus, or still at work.
             self.unheard |= {site: self.unheard.get(site, 0) + 1 for site in silent}
 
 

@@ -518,8 +518,8 @@ def is_to_stop(run: RunFolder) -> bool:
         return True
     if (run.path / YIELD).exists():
         raise TurnOver(
-            "another run's turn has come: this one waits for its next, and continues "
-            "from its newest checkpoint"
+            "the run makes way, for what crossfed ps says, and continues from its "
+            "newest checkpoint"
         )
     return False
 

@@ -217,11 +217,15 @@ def logs(options: argparse.Namespace) -> int:
     return DONE
 
 
+def stop_words(*, works: bool) -> str:
+    """What becomes of a run that is stopped: a coordinator works on it, or none."""
+    return "ends after its current round" if works else "ends without another round"
+
+
 def stop(options: argparse.Namespace) -> int:
     """Stop a run after its round."""
     found = RemoteRuns(options.aggregator, options.clock).ask("stop", run=options.run)
-    how = "ends after its current round" if found["begun"] else "will not start"
     if options.json:
         say_json({"status": "stopping", "run_id": found["run"]})
-    tell(f"run {found['run']} {how}")
+    tell(f"run {found['run']} {stop_words(works=found['begun'])}")
     return DONE

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _DEFAULT_AGGREGATOR = Path("aggregator.toml")  # As in verbs.toml.
 LOOK_SECONDS = 0.2
 START_LOOK_SECONDS = 0.5  # Of all submitted runs.
+_SOON_SECONDS = 15.0  # No forecast is better, since rounds and starts take as long.
 PAUSE_SECONDS = 3.0  # A coordinator that ends leaves its outcome before.
 
 
@@ -333,7 +334,8 @@ def _say_rows(options: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
     for row in rows:
         begins, row["starts"] = row["starts_in_seconds"], ""
         if begins is not None:
-            row["starts"] = f"in {units.format_duration(begins)}"
+            is_soon = begins < _SOON_SECONDS
+            row["starts"] = "soon" if is_soon else f"in {units.format_duration(begins)}"
         row["age"] = units.format_duration(row["age_seconds"])
         noisy, loss = NOISY if row.get("is_noisy") else "", row["loss"]
         row["loss"] = "" if loss is None else noisy + units.format_number(loss)
@@ -410,8 +412,9 @@ def _stop(options: argparse.Namespace) -> int:
     run_queue.ask_to_stop(run, at=options.clock.now())
     if options.json:
         _say_run(options, run, "stopping")
-    how = "ends after its current round" if run.exists() else "will not start"
-    tell(f"run {run.path.name} {how}")
+    handed = run_queue.read(run)
+    works = handed is not None and handed.coordinator is not None
+    tell(f"run {run.path.name} {remote_runs.stop_words(works=works)}")
     return DONE
 
 

@@ -101,7 +101,10 @@ def noted(event: RunExtended | SitesPaid) -> str:
     """The notice of more rounds or sites from here on, or of what a run has cost."""
     if isinstance(event, SitesPaid):
         return f"dollars  {sum(event.dollars):,.4f} in virtual time"
-    joined = f"; {', '.join(event.joined)} joined" if event.joined else ""
+    joined = f"{', '.join(event.joined)} joined" if event.joined else ""
+    if joined and event.rounds == event.rounds_before:
+        return f"{joined} after round {event.last_round}"
+    joined = f"; {joined}" if joined else ""
     return (
         f"extended  from {event.rounds_before} to {event.rounds} rounds, after round "
         f"{event.last_round}{joined}"

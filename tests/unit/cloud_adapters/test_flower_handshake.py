@@ -232,7 +232,7 @@ def test_whoever_waits_is_told_who_is_there_and_for_how_long():
     ]
     assert [told[index].lack("two") for index in (0, 1)] == [
         "two (not connected)",
-        "two (has not answered)",
+        "two (has not answered yet)",
     ]
 
 

@@ -177,6 +177,9 @@ def test_a_run_that_waits_for_a_killed_site_says_so(
     assert away(run) == ["site-1 (not connected: round 7 waits)"]
     deployed.note_connected(Connected(there=(*there, *gone), missing=(), seconds=0.0))
     assert (len(heard), away(run)) == (1, [])
+    last = deployed.job.rounds + 1
+    deployed.note_connected(replace(before, what=f"round {last}"))
+    assert heard[1].message.startswith("the final evaluation waits")  # type: ignore[attr-defined]
 
 
 def test_site_that_is_revoked_while_a_run_goes_on(

@@ -10,7 +10,7 @@ from support import event_samples
 from support.small_jobs import small_job
 
 from cloud_adapters.flower.facts import FlowerRun
-from deploy.aggregator_host import run_list as runs, run_queue
+from deploy.aggregator_host import run_list as runs, run_notes, run_queue
 from deploy.aggregator_host.run_queue import (
     CoordinatorStart,
     FolderInUse,
@@ -336,11 +336,11 @@ def test_a_site_that_fails_in_every_round_is_named(tmp_path: Path):
     _, gcp = event_samples.TWO_SITES
     failures = tuple((index, gcp, FailureKind.CRASHED) for index in (1, 2, 3, 4))
 
-    def away(rounds: int, *, failed: bool = True) -> list[str]:
+    def away(rounds: int, *, failed: bool = True, kind: str = "") -> list[str]:
         events = event_samples.run(event_samples.Script(failures=failures))
         kept = [e for e in events if getattr(e, "round_index", 0) <= rounds]
         lines = [
-            replace(e, failed=e.failed if failed else ())
+            replace(e, failed=tuple((kind or k, n) for k, n in e.failed if failed))
             if isinstance(e, RoundFinished)
             else e
             for e in kept
@@ -355,6 +355,21 @@ def test_a_site_that_fails_in_every_round_is_named(tmp_path: Path):
     assert away(4) == [f"{gcp} (no update in its last 4 rounds)"]
     assert not away(4, failed=False)
     assert not away(5)
+    assert not away(4, kind="surplus")  # As a replica's that is never the first.
+
+
+def test_dead_site_beside_replicas_counts_as_failing():
+    """Of replicas all but the first are surplus in every round."""
+    events = event_samples.two_sites(1)
+    (started,) = [event for event in events if isinstance(event, RunStarted)]
+    (ended,) = [event for event in events if isinstance(event, RoundFinished)]
+    notes = run_notes.RunNotes()
+    notes.add(replace(started, replicas=(("a", "b"),)))
+    failed = (("surplus", 1), ("crashed", 1))
+    told = replace(ended, asked=("a", "b", "c"), answered=("a",), failed=failed)
+    for _ in range(3):
+        notes.add(told)
+    assert notes.unheard == {"c": 3}
 
 
 def test_a_folder_holds_one_run(tmp_path: Path):

@@ -197,6 +197,42 @@ def test_run_that_lost_its_coordinator_says_so(
     assert "crossfed aggregator up" in said
 
 
+def test_stop_says_whether_a_round_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A run that has made way has events, and nobody works on it."""
+    run = RunFolder(tmp_path / "runs" / "small" / "one")
+    run_queue.submit(small_job(), run, at=0.0)
+    with EventWriter(run.events) as log:
+        for event in event_samples.two_sites(3)[:-1]:
+            log(event)
+    words = ["stop", "one", "--aggregator", str(aggregator_toml(tmp_path))]
+    assert cli.main(words) == 0
+    assert "without another round" in capsys.readouterr().err
+    started(run)
+    assert cli.main(words) == 0
+    assert "after its current round" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.4, "soon"), (20.0, "in 20 s")])
+def test_start_within_seconds_is_soon(
+    seconds: float, shown: str, capsys: pytest.CaptureFixture[str]
+):
+    """The forecast is no better, and would stand for longer than it says."""
+    row = {
+        **dict.fromkeys(
+            ["run", "job", "status", "owner", "reason", "waits"], "operator"
+        ),
+        **dict.fromkeys(["age_seconds", "rounds", "priority"], 0),
+        "loss": None,
+        "without": [],
+        "back": [],
+        "starts_in_seconds": seconds,
+    }
+    assert run_verbs._say_rows(argparse.Namespace(json=False), [row]) == 0
+    assert shown in capsys.readouterr().out
+
+
 def test_run_that_is_damaged_is_said_to_be_left_alone(tmp_path: Path):
     """Nobody works on it, whatever is before it."""
     run = RunFolder(tmp_path / "small" / "one")

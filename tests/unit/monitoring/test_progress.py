@@ -18,6 +18,7 @@ from federation.events import (
     Event,
     ModelEvaluated,
     RoundFinished,
+    RunExtended,
     RunFinished,
     SiteAnswered,
     SiteFailed,
@@ -462,3 +463,22 @@ def test_sites_that_are_left_out_are_shown_wherever_a_run_is():
     assert "sites away: b (gone: at fault); back: a (returned 2x)" in _lines(seen)
     page = _page_without_figures(event, gone, none, back)
     assert "take part again: a (returned 2x)</p>" in page
+
+
+def test_sites_that_join_extend_no_rounds():
+    joined = RunExtended(
+        at=event_samples.START,
+        last_round=5,
+        first_round=6,
+        rounds_before=40,
+        rounds=40,
+        job_before="a" * 64,
+        job="b" * 64,
+        joined=("e",),
+    )
+    started, *_ = event_samples.two_sites(1)
+    *_, line = _lines([started, joined])
+    assert "e joined after round 5" in line
+    assert "extended" not in line
+    *_, line = _lines([started, replace(joined, rounds=50)])
+    assert "from 40 to 50 rounds, after round 5; e joined" in line
