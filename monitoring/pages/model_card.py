@@ -265,8 +265,8 @@ def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str,
     yield "secure aggregation", sums
     up, down = format_bytes(view.bytes_up), format_bytes(view.bytes_down)
     yield "traffic", f"{up} from the sites, {down} to them"
-    if view.failures:
-        yield "failures", format_count(len(view.failures), "answer")
+    if failures := view.totals.num_failures:
+        yield "failures", format_count(failures, "task")
 
 
 def _work(job: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from support.small_jobs import small_job
 
 from federation.events import Event, RunStarted
 from federation.job import job_file
+from federation.messages import FailureKind
 from monitoring.pages.model_card import ModelFile, model_card
 from monitoring.views.run_fold import fold
 from monitoring.views.run_view import RunView
@@ -62,6 +63,14 @@ def test_sizes_are_told_of_open_runs_alone():
         assert view.data is not None
         assert not any("examples |" in line for line in card_of(view).splitlines())
         assert "How much each site holds is not reported." in card_of(view)
+
+
+def test_missed_rounds_are_counted_once():
+    """Also if an answer comes late."""
+    kinds = enumerate((FailureKind.DEADLINE, FailureKind.LATE), start=2)
+    failures = tuple((index, event_samples.TWO_SITES[1], kind) for index, kind in kinds)
+    script = event_samples.Script(rounds=3, failures=failures)
+    assert rows(card_of(fold(event_samples.run(script))))["failures"] == "1 task"
 
 
 @pytest.mark.parametrize("name", ["a|b", "a`b", "<script>", "a\nb"])
