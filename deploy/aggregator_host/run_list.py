@@ -8,7 +8,12 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from deploy.aggregator_host import admission, enrolment_operator, run_queue
+from deploy.aggregator_host import (
+    admission,
+    disk_reserve,
+    enrolment_operator,
+    run_queue,
+)
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.parties import Parties, check
 from deploy.aggregator_host.run_queue import QueuedRun
@@ -140,6 +145,7 @@ def of_aggregator(
         queued=queued,
         queue=lambda: admission.queue(config, now=clock.now()),
         sites=lambda: _sites(config, clock, numbers),
+        trouble=lambda: disk_reserve.shortage(config),
     )
 
 

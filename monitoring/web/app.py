@@ -73,6 +73,7 @@ class Shown:
         queued: Returns what the queue says of a run; empty if it is in none.
         queue: Describes the runs that wait; see ``deploy.aggregator_host.admission``.
         sites: Describes the sites; see ``deploy.aggregator_host.enrolment_operator``.
+        trouble: Returns what holds up all runs; empty if nothing does.
     """
 
     rows: Callable[[], Sequence[Mapping[str, Any]]]
@@ -83,6 +84,7 @@ class Shown:
     queued: Callable[[RunFolder], str] = lambda _run: ""
     queue: Callable[[], Sequence[Mapping[str, Any]]] = tuple
     sites: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+    trouble: Callable[[], str] = str
 
 
 class _SharedFeed:
@@ -215,6 +217,7 @@ class _Pages:
             rows=rows,
             queue=self._shown.queue(),
             sites=self._shown.sites(),
+            trouble=self._shown.trouble(),
             now=self._clock.now(),
         )
         return time.thread_time() - began

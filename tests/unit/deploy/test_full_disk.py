@@ -20,6 +20,7 @@ from deploy.aggregator_host import (
     config as aggregator_file,
     disk_reserve,
     enrolment_operator,
+    run_list,
     run_queue,
     superlink_process,
 )
@@ -184,6 +185,7 @@ def test_a_full_disk_is_named_to_who_looks_at_runs(
     run_queue.submit(small_job(), run, at=0.0)
     assert cli.main(["ps", "--aggregator", str(toml)]) == 0
     assert "MiB free" in capsys.readouterr().err
+    assert "MiB free" in run_list.of_aggregator(config, clock).trouble()
     pauses = run_verbs._Pauses(run, config, clock)
     for _ in range(3):
         clock.sleep(run_verbs.PAUSE_SECONDS)

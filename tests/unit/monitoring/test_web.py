@@ -602,6 +602,7 @@ def _client(tmp_path: Path) -> TestClient:
         find={run.path.name: run}.get,
         actions={"stop": stop},
         queue=lambda: [QUEUED],
+        trouble=lambda: "the disk is <full>",
     )
     app = live_app(
         shown,
@@ -634,6 +635,11 @@ def test_nobody_looks_without_the_token(client: TestClient, path: str) -> None:
     client.cookies.set(f"crossfed-{PORT}", "wrong")
     assert client.get(path).status_code == 403
     assert "20260101" not in client.get(path).text
+
+
+def test_list_of_runs_says_what_holds_up_all(client: TestClient) -> None:
+    _enter(client)
+    assert "the disk is &lt;full&gt;" in client.get("/").text
 
 
 def test_token_opens_the_pages(client: TestClient) -> None:
