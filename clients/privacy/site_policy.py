@@ -465,6 +465,9 @@ def _sum_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
 def _number_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     """With how many others an update is summed."""
     num_sites, fewest = job.smallest_cohort, job.sites_in_sum
+    of_sites, threshold = num_sites, _THRESHOLD
+    if job.has_free_cohorts:
+        of_sites, threshold = len(job.sites), "schedule.buffer_size"
     yield from _rank_faults(job, policy)
     if num_sites == _PAIR:
         private = job.privacy.differential_privacy
@@ -475,16 +478,16 @@ def _number_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
             yield _UNIT, f"{demand} (policy.accept_two_sites)", remedy
     demanded = policy.fewest_in_sum(num_sites)
     if fewest < demanded:
-        given = f"but this job allows sums over {fewest} of {num_sites}"
-        key = "sites" if fewest == num_sites else _THRESHOLD
+        given = f"but this job allows sums over {fewest} of {of_sites}"
+        key = "sites" if fewest == of_sites else threshold
         demand = f"requires {demanded} in a sum (policy.min_sites)"
         yield key, f"{demand}, {given}", {"min_sites": max(fewest, _PAIR)}
     tolerated = colluding_tolerated(num_sites, fewest)
     if tolerated < policy.colluding_sites:
         demand = f"requires protection against {policy.colluding_sites} colluding sites"
-        given = f"{fewest} of {num_sites} protect against {tolerated}"
+        given = f"{fewest} of {of_sites} protect against {tolerated}"
         remedy = {"colluding_sites": tolerated}
-        yield _THRESHOLD, f"{demand} (policy.colluding_sites), but {given}", remedy
+        yield threshold, f"{demand} (policy.colluding_sites), but {given}", remedy
 
 
 def _rank_faults(job: JobSpec, policy: PolicySpec) -> _Faults:

@@ -385,8 +385,8 @@ def test_sums_of_whoever_is_ready_split_no_sum_without_noise(tmp_path: Path):
     ("policy", "how", "said"),
     [
         ({}, {"target_epsilon": 20.0}, r"schedule\.groups.*its epsilon is above 8"),
-        ({}, {"size": 2}, r"requires 3 in a sum .policy\.min_sites"),
-        ({"colluding_sites": 2}, {}, r"protection against 2 .*policy\.colluding_sites"),
+        ({}, {"size": 2}, r"buffer_size: .*requires 3 in .*min_sites.*, .*over 2 of 5"),
+        ({"colluding_sites": 2}, {}, r"buffer_size: .*against 2 .*colluding_sites"),
     ],
     ids=["epsilon", "min_sites", "colluding"],
 )
