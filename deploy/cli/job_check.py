@@ -192,6 +192,8 @@ def _bytes(spans: tuple[Span, Span]) -> str:
 def _reach(job: JobSpec) -> str:
     """How far a bad site can move the mean of one sum, and what helps."""
     clip = job.update_clip_norm
+    if job.buffer_size is not None:  # No robust rule over groups works with it.
+        return f"the clip norm, {clip:g}"
     if job.privacy.secure_aggregation.levels is None:
         return (
             f"the clip norm, {clip:g}. For a robust rule see "

@@ -60,7 +60,7 @@ def test_a_site_without_stated_speeds_is_named(tmp_path: Path) -> None:
         job_check.forecast(federation, VirtualClock(), tmp_path / "speeds.toml")
 
 
-def checked(**secure: Any) -> str:
+def checked(schedule: dict[str, Any] | None = None, **secure: Any) -> str:
     """What is said of nine sites under secure aggregation, or in the clear."""
     rule = {"weights": "uniform"}
     if "groups" in secure:
@@ -69,6 +69,7 @@ def checked(**secure: Any) -> str:
     job = small_job(
         num_sites=9,
         aggregation=rule,
+        schedule=schedule or {},
         data={"source": "support.small_jobs:blobs", "options": options},
         privacy={"secure_aggregation": {"enabled": bool(secure), **secure}},
     )
@@ -84,3 +85,6 @@ def test_check_says_what_bounds_a_bad_site() -> None:
     expected = "median over 3 groups of 3 or more sites, which all sites draw together"
     assert re.search(f"{expected}.*: .* 1 bad site", checked(groups=3))
     assert not checked()
+    named = [[f"site-{i + first}" for i in range(3)] for first in (0, 3, 6)]
+    buffered = checked(hybrid=True, schedule={"mode": "buffered", "groups": named})
+    assert buffered.endswith("move the mean by up to the clip norm, 10")
