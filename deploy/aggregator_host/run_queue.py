@@ -662,8 +662,11 @@ class DeadCoordinators:
             number, holder = one.coordinator.flower_run, one.run.holder()
             if holder in {"", number}:
                 missed[number] = 0
-            elif number in self._missed or (one.coordinator.at and one.has_begun):
-                # What it has noted is known to a service that was killed with it, too.
+            elif number in self._missed or (
+                # Known to a service that was killed with it, too. Where another holds
+                # the lock, it is that one's note.
+                holder is None and one.coordinator.at and one.has_begun
+            ):
                 missed[number] = self._missed.get(number, 0) + 1
                 limit = ENDED_LOOKS if one.has_made_way else MISSED_LOOKS
                 if missed[number] == limit:

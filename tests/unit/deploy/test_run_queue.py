@@ -171,6 +171,11 @@ def test_a_service_that_starts_knows_a_coordinator_by_what_it_has_noted(tmp_path
         dead = run_queue.DeadCoordinators()
         looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(3)]
         assert looks == expected
+    run_queue.note_start(one, 7, fruitless=1, at=written - 9.0)
+    with run.locked("6"):
+        dead = run_queue.DeadCoordinators()
+        looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(3)]
+    assert not any(looks)
 
 
 def test_a_coordinator_that_has_just_been_started_has_not_died(tmp_path: Path):
