@@ -66,7 +66,8 @@ class PolicySpec:
         secure_aggregation: Whether updates must be summed with secure aggregation.
         min_sites: Fewest updates in a secure sum. The job's `threshold` (by default,
             its number of sites) must be at least this. Default: 3, or 2 if `privacy` is
-            `record`, or if `accept_two_sites` is set and the run has two sites.
+            `record`, or if `accept_two_sites` is set and only two sites agree to a sum:
+            those of the run, of a group or of a cohort.
         min_group: Smallest group of sites whose sum can be computed from all secure
             sums without differential privacy on this data, over all runs. Default:
             `min_sites` or 3, or `colluding_sites` + 2 if that is more. With 1,
@@ -91,9 +92,9 @@ class PolicySpec:
             number of examples of all sites, `uniform` nothing.
         require_hybrid: Whether the keys of secure sums must be derived from ML-KEM-768
             as well as X25519.
-        accept_two_sites: Whether to accept a run of two sites without record-level
-            differential privacy, in which the other site can compute this site's
-            update.
+        accept_two_sites: Whether to accept sums that only two sites agree to (those of
+            a run, a group or a cohort) without record-level differential privacy, from
+            which the other site can compute this site's update.
         max_rounds: Most rounds of a run.
         max_local_steps: Most local steps of a round: those of a job that fixes them,
             or `schedule.max_local_steps`. No limit by default.
