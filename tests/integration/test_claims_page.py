@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ STUDY = REPOSITORY / "studies" / "seeds" / "study.py"
 PAGE = Path("docs/explanation/claims.md")
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The study puts folders on the path, whose names other studies have, too."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def test_page_follows_from_its_rows(server: ForkServer, tmp_path: Path):

@@ -94,7 +94,8 @@ def test_run_goes_on_without_the_bad_site(kind: str):
     summary = result.summary()
     assert summary["rounds"][BAD_ROUND - 1]["failed"] == dict.fromkeys(expected, 1)
     failures = {row["site"]: row["failures"] for row in summary["sites"]}
-    assert failures == {"aws": 0, "bad": len(expected), "gcp": 0}
+    # A late answer is listed beside its missed deadline, and no second failure.
+    assert failures == {"aws": 0, "bad": 1, "gcp": 0}
 
 
 @pytest.mark.parametrize("kind", COUNTED)

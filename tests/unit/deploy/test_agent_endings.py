@@ -213,8 +213,10 @@ CAUSES: Mapping[str, Cause] = {
     "the aggregator is overloaded, restarting or out of disk space": asks(
         *map(status, sorted(PASSING))
     ),
-    "the clocks of site and aggregator differ by more than four minutes": asks(
+    "the site's clock is more than 4 s ahead of the aggregator's, or more than 4 "
+    "minutes behind it": asks(
         *(status(code, Date=formatdate(5000.0, usegmt=True)) for code in (401, 403)),
+        status(401, Date=formatdate(990.0, usegmt=True)),
         seconds=3600.0,
     ),
     "the certificate of the aggregator or relay is not valid yet, or has expired": asks(
