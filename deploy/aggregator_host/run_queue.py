@@ -650,10 +650,13 @@ class DeadCoordinators:
         """Begin with none."""
         self._missed: dict[str, int] = {}  # Looks, by Flower's number.
 
-    def look(self, handed: Iterable[QueuedRun]) -> list[tuple[RunFolder, int]]:
+    def look(
+        self, handed: Iterable[QueuedRun], now: float = math.inf
+    ) -> list[tuple[RunFolder, int]]:
         """Runs whose coordinator has not held the lock for some looks, with its number.
 
-        One that has just done its work leaves its outcome immediately.
+        One that has just done its work leaves its outcome immediately. One that was
+        started after ``now`` is of a service whose clock was ahead.
         """
         found, missed = [], {}
         for one in handed:
@@ -665,7 +668,9 @@ class DeadCoordinators:
             elif number in self._missed or (
                 # Known to a service that was killed with it, too. Where another holds
                 # the lock, it is that one's note.
-                holder is None and one.coordinator.at and one.has_begun
+                holder is None
+                and one.coordinator.at
+                and (one.has_begun or one.coordinator.at > now)
             ):
                 missed[number] = self._missed.get(number, 0) + 1
                 limit = ENDED_LOOKS if one.has_made_way else MISSED_LOOKS

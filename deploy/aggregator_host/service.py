@@ -388,7 +388,7 @@ class AggregatorService:
 
         Flower itself would notice after a minute.
         """
-        for run, number in self._dead.look(handed):
+        for run, number in self._dead.look(handed, self.clock.now()):
             self.listener(f"the coordinator of run {run.path.name} has died")
             control.stop(number)
 

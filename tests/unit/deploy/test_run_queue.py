@@ -178,6 +178,17 @@ def test_a_service_that_starts_knows_a_coordinator_by_what_it_has_noted(tmp_path
     assert not any(looks)
 
 
+def test_a_coordinator_that_was_started_in_the_future_has_died(tmp_path: Path):
+    """By a clock that was set right since; Flower would wait until that time."""
+    run = handed(tmp_path, "a", 1.0)
+    (one,) = run_queue.handed_over(tmp_path).runs
+    run_queue.note_start(one, 7, fruitless=1, at=100.0)
+    for now, expected in ((101.0, 3 * [[]]), (99.0, [[], [], [(run, 7)]])):
+        dead = run_queue.DeadCoordinators()
+        looks = [dead.look(run_queue.handed_over(tmp_path).runs, now) for _ in range(3)]
+        assert looks == expected
+
+
 def test_a_coordinator_that_has_just_been_started_has_not_died(tmp_path: Path):
     """The one before it had the lock; it takes seconds until it has it, too."""
     run, dead = handed(tmp_path, "a", 1.0), run_queue.DeadCoordinators()
