@@ -49,9 +49,9 @@ def _asking() -> Iterator[None]:
         yield
     except httpx.HTTPStatusError as error:
         raise SuperLinkFailed(
-            f"the SuperLink answered HTTP {error.response.status_code}. It does so "
-            "while the disk is full: see crossfed ps; if it is not, see "
-            "logs/superlink.log beside aggregator.toml"
+            f"the SuperLink answered HTTP {error.response.status_code}. If the "
+            "disk is full, crossfed ps says so; otherwise see logs/superlink.log "
+            "beside aggregator.toml"
         ) from error
 
 

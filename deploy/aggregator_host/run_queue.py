@@ -518,8 +518,8 @@ def is_to_stop(run: RunFolder) -> bool:
         return True
     if (run.path / YIELD).exists():
         raise TurnOver(
-            "the run makes way, for what crossfed ps says, and continues from its "
-            "newest checkpoint"
+            "the run makes way (crossfed ps says why), and continues from its newest "
+            "checkpoint"
         )
     return False
 
@@ -651,12 +651,12 @@ class DeadCoordinators:
         self._missed: dict[str, int] = {}  # Looks, by Flower's number.
 
     def look(
-        self, handed: Iterable[QueuedRun], now: float = math.inf
+        self, handed: Iterable[QueuedRun], now: float
     ) -> list[tuple[RunFolder, int]]:
         """Runs whose coordinator has not held the lock for some looks, with its number.
 
         One that has just done its work leaves its outcome immediately. One that was
-        started after ``now`` is of a service whose clock was ahead.
+        started later than ``now`` was started while the service's clock was ahead.
         """
         found, missed = [], {}
         for one in handed:

@@ -126,7 +126,7 @@ def describe(file: SiteFile, met: Federation) -> str:
     options = file.data.options.items()
     given = "".join(f", {name} = {value!r}" for name, value in options)
     if moves_data(met.job):
-        whose = "the job's dataset, of which each round deals it another part"
+        whose = "the job's dataset, a different part of it in each round"
         return f"works on {whose}: {file.data.source}{given}; {count}"
     instead = "" if met.job.data is None else ", not on the job's [data]"
     return f"works on its own source {file.data.source}{given}{instead}; {count}"

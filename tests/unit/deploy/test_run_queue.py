@@ -1,6 +1,7 @@
 """Which run is worked on next, from files and from what Flower says."""
 
 import errno
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,12 @@ def handed(root: Path, name: str, at: float) -> RunFolder:
 def started(root: Path, flower_run: int, *, fruitless: int) -> None:
     (one,) = run_queue.handed_over(root).runs
     run_queue.note_start(one, flower_run, fruitless=fruitless)
+
+
+def looked(
+    dead: run_queue.DeadCoordinators, root: Path, now: float = math.inf
+) -> list[tuple[RunFolder, int]]:
+    return dead.look(run_queue.handed_over(root).runs, now)
 
 
 def finish_rounds(run: RunFolder, number: int, *, times: int = 1) -> None:
@@ -137,8 +144,8 @@ def test_a_coordinator_that_left_its_lock_has_died(tmp_path: Path):
     run, dead = handed(tmp_path, "a", 1.0), run_queue.DeadCoordinators()
     started(tmp_path, 7, fruitless=1)
     with run.locked():
-        assert not dead.look(run_queue.handed_over(tmp_path).runs)
-    looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(5)]
+        assert not looked(dead, tmp_path)
+    looks = [looked(dead, tmp_path) for _ in range(5)]
     assert looks == [[], [], [(run, 7)], [], []]
 
 
@@ -147,13 +154,13 @@ def test_a_coordinator_that_makes_way_has_time_to_tell_flower(tmp_path: Path):
     run, dead = handed(tmp_path, "a", 1.0), run_queue.DeadCoordinators()
     started(tmp_path, 7, fruitless=1)
     with run.locked():
-        assert not dead.look(run_queue.handed_over(tmp_path).runs)
+        assert not looked(dead, tmp_path)
     finish_rounds(run, 2)
     *_, end = event_samples.two_sites(2)
     assert isinstance(end, RunFinished)
     with run.events.open("a") as events:
         events.write(f"{to_line(replace(end, status='interrupted'))}\n")
-    looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(9)]
+    looks = [looked(dead, tmp_path) for _ in range(9)]
     assert looks == [*[[]] * 7, [(run, 7)], []]
 
 
@@ -169,12 +176,12 @@ def test_a_service_that_starts_knows_a_coordinator_by_what_it_has_noted(tmp_path
     ):
         run_queue.note_start(one, 7, fruitless=1, at=at)
         dead = run_queue.DeadCoordinators()
-        looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(3)]
+        looks = [looked(dead, tmp_path) for _ in range(3)]
         assert looks == expected
     run_queue.note_start(one, 7, fruitless=1, at=written - 9.0)
     with run.locked("6"):
         dead = run_queue.DeadCoordinators()
-        looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(3)]
+        looks = [looked(dead, tmp_path) for _ in range(3)]
     assert not any(looks)
 
 
@@ -185,7 +192,7 @@ def test_a_coordinator_that_was_started_in_the_future_has_died(tmp_path: Path):
     run_queue.note_start(one, 7, fruitless=1, at=100.0)
     for now, expected in ((101.0, 3 * [[]]), (99.0, [[], [], [(run, 7)]])):
         dead = run_queue.DeadCoordinators()
-        looks = [dead.look(run_queue.handed_over(tmp_path).runs, now) for _ in range(3)]
+        looks = [looked(dead, tmp_path, now) for _ in range(3)]
         assert looks == expected
 
 
@@ -194,9 +201,9 @@ def test_a_coordinator_that_has_just_been_started_has_not_died(tmp_path: Path):
     run, dead = handed(tmp_path, "a", 1.0), run_queue.DeadCoordinators()
     started(tmp_path, 7, fruitless=1)
     with run.locked():
-        dead.look(run_queue.handed_over(tmp_path).runs)
+        looked(dead, tmp_path)
     started(tmp_path, 8, fruitless=1)
-    looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(10)]
+    looks = [looked(dead, tmp_path) for _ in range(10)]
     assert not any(looks)
 
 
@@ -206,12 +213,12 @@ def test_a_lock_is_that_of_its_holder(tmp_path: Path):
     started(tmp_path, 8, fruitless=1)
     with run.locked("7"):
         assert run.holder() == "7"
-        assert not dead.look(run_queue.handed_over(tmp_path).runs)
-    looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(10)]
+        assert not looked(dead, tmp_path)
+    looks = [looked(dead, tmp_path) for _ in range(10)]
     assert not any(looks)
     with run.locked("8"):
-        dead.look(run_queue.handed_over(tmp_path).runs)
-    looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(4)]
+        looked(dead, tmp_path)
+    looks = [looked(dead, tmp_path) for _ in range(4)]
     assert looks == [[], [], [(run, 8)], []]
     assert run.holder() is None
 
